@@ -20,9 +20,9 @@ class Segment:
     sequence: the KV pool's handle of the generation (its block table lives there).
     cached_len: number of tokens at the front of the generation whose KV is in the pool.
     token_ids: int32[c], c >= 1, the committed tokens at positions cached_len .. cached_len+c-1, a causal chain.
-    tree: nodes below the last of them, in depth-first order; empty while prefill has not reached the last committed token.
+    tree: nodes below the last of them, depth first; empty while prefill has not reached the last committed token.
         Node i is written at slot cached_len + c + i; its position is cached_len + c - 1 + depth.
-    wants_logits: whether the anchor's row (the last of token_ids) and the nodes' rows are to be scored. False for a prefill
+    wants_logits: whether the rows of the anchor (last of token_ids) and of the nodes are scored. False for a prefill
         chunk that ends before the last committed token.
     """
 

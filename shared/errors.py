@@ -12,7 +12,8 @@
     ├── ContextError          prompt and output do not fit the target's context
     ├── ModelError            a model cannot be found, loaded or supported
     │   └── BundleError       a draft bundle is broken or belongs to another target
-    └── LinkError             the server cannot be reached, or the link broke for good
+    ├── LinkError             the server cannot be reached, or the link broke for good
+    └── RemoteError           an error that the server reported
 
 Messages are one sentence in lower case without a full stop: what was expected, what was got, which setting to change.
 """
