@@ -12,6 +12,7 @@
     ├── ContextError          prompt and output do not fit the target's context
     ├── ModelError            a model cannot be found, loaded or supported
     │   └── BundleError       a draft bundle is broken or belongs to another target
+    ├── NumericsError         the target's output is unusable for one generation (NaN, or every token ruled out)
     ├── LinkError             the server cannot be reached, or the link broke for good
     └── RemoteError           an error that the server reported
 
@@ -128,6 +129,12 @@ class BundleError(ModelError):
     """A draft bundle is incomplete, damaged, or made for another target or tokenizer."""
 
     code = "bundle"
+
+
+class NumericsError(PacelineError):
+    """The target gave a row without any possible token: it ends that generation and no other."""
+
+    code = "numerics"
 
 
 class LinkError(PacelineError):
