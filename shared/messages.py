@@ -3,7 +3,7 @@
     client -> server   Hello, Open, Grow, Cancel
     server -> client   Welcome, Opened, Commit, Fault, Closing
 
-Token positions count from 0 at the first prompt token. A generation's number means something on its own connection only.
+Token positions count from 0 at the first prompt token. A generation's number means something on its own connection.
 Node ids count up from 0 within a generation, across frames.
 """
 
@@ -100,13 +100,20 @@ class Open:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Proposal:
-    """The sparse q of one drafter below one parent before any draw: token_ids int32[k], probs float[k], summing to 1.
+    """The sparse q of one drafter below one parent before any draw: token_ids int32[k], probs float64[k], summing to 1.
 
-    On the wire a probability is its weight out of 65,535; ``quantised`` gives the values that both sides must use.
+    What travels are small integer ``weights`` (uint16[k], at least 1): probs = weights / sum(weights), computed from
+    them on both sides, so that the q that is verified is bit for bit the q that was drawn from.
     """
 
     token_ids: NDArray[np.int32]
     probs: NDArray[np.float64]
+    weights: NDArray[np.uint16] | None = None
+
+    @classmethod
+    def from_weights(cls, token_ids: NDArray[np.int32], weights: NDArray[np.uint16]) -> Proposal:
+        """The quantised q with these weights."""
+        return cls(token_ids, weights.astype(np.float64) / float(weights.sum(dtype=np.int64)), weights)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

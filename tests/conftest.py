@@ -1,0 +1,8 @@
+"""What all tests share: hypothesis without deadlines (machines are shared), the same examples in every run."""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, settings
+
+settings.register_profile("steady", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("steady")
