@@ -1,7 +1,7 @@
 """The target model as the engine sees it: a packed batch in, logits of the scored rows out.
 
-``HFTarget`` wraps a stock ``transformers`` causal language model. Its attention is ours (``attention``), its KV lives in
-our pool (``kv``); nothing else of the model is touched. Finding and loading models is ``loading``'s business.
+``HFTarget`` wraps a stock ``transformers`` causal language model. Its attention is ours (``attention``), its KV lives
+in our pool (``kv``); nothing else of the model is touched. Finding and loading models is ``loading``'s business.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from paceline.server.attention.plan import plan_step
-from paceline.server.attention.registry import AttentionBackend
+from paceline.server.attention.registry import AttentionBackend, PagedStep
 from paceline.server.batch import Batch
 from paceline.server.kv.pool import KVPool
 
@@ -98,7 +98,7 @@ class HFTarget:
             "position_ids": plan.position_ids,
             "use_cache": False,
             "logits_to_keep": plan.scored,
-            "paceline_step": (self._backend, plan),
+            "paceline_step": PagedStep(self._backend, plan),
         }
         logits: torch.Tensor = self._model(**arguments).logits
         return logits[0, :, : self._info.vocab_size]

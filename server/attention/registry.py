@@ -72,37 +72,73 @@ def make_backend(name: str, device: torch.device) -> AttentionBackend:
     return BACKENDS[name]()
 
 
+class LayerAttention(Protocol):
+    """What one forward call does in each of its attention layers."""
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        options: dict[str, Any],
+    ) -> torch.Tensor:
+        """query, key, value: [1, heads, T, head_dim] -> [1, T, heads, head_dim].
+
+        options: what the model passed besides (scaling, sliding_window, softcap and whatever else it knows).
+        """
+        ...
+
+
+class PagedStep:
+    """A planned step: writes the new keys and values to the pool, then attends over the pool."""
+
+    def __init__(self, backend: AttentionBackend, plan: StepPlan) -> None:
+        self._backend = backend
+        self._plan = plan
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        options: dict[str, Any],
+    ) -> torch.Tensor:
+        """See ``LayerAttention.attend``."""
+        plan = self._plan
+        layer = int(module.layer_idx)  # type: ignore[arg-type]
+        keys, values = plan.pool.layer(layer)
+        if isinstance(plan.write, slice):
+            keys[:, plan.write] = key[0]
+            values[:, plan.write] = value[0]
+        else:
+            keys.index_copy_(1, plan.write, key[0].to(keys.dtype))
+            values.index_copy_(1, plan.write, value[0].to(values.dtype))
+        scaling = options.get("scaling")
+        return self._backend.attend(
+            query,
+            layer,
+            plan,
+            scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+            window=options.get("sliding_window"),
+            softcap=options.get("softcap"),
+        )
+
+
 def paged_attention(
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    paceline_step: tuple[AttentionBackend, StepPlan] | None = None,
-    **_: Any,
+    paceline_step: LayerAttention | None = None,
+    **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The function that ``transformers`` calls in every layer: writes the new KV, then attends over the pool.
-
-    query, key, value: [1, heads, T, head_dim]. ``paceline_step`` comes down from the target's forward call.
-    """
+    """The function that ``transformers`` calls in every layer; ``paceline_step`` comes down from the forward call."""
     if paceline_step is None:
         raise RuntimeError("paged attention was called outside a planned step")
-    backend, plan = paceline_step
-    layer = int(module.layer_idx)  # type: ignore[arg-type]
-    keys, values = plan.pool.layer(layer)
-    if isinstance(plan.write, slice):
-        keys[:, plan.write] = key[0]
-        values[:, plan.write] = value[0]
-    else:
-        keys.index_copy_(1, plan.write, key[0])
-        values.index_copy_(1, plan.write, value[0])
-    if scaling is None:
-        scaling = query.shape[-1] ** -0.5
-    output = backend.attend(query, layer, plan, scaling=scaling, window=sliding_window, softcap=softcap)
-    return output, None
+    return paceline_step.attend(module, query, key, value, options), None
 
 
 def register_interface() -> None:

@@ -116,7 +116,7 @@ class BlockTable:
         self._block_of.clear()
 
     def _roomiest_start(self) -> int:
-        """Where a new run begins: in the longest free run, half way in if something before it may still grow into it."""
+        """Where a new run begins: in the longest free run, half way in if a held block before it may still grow."""
         edges = np.diff(np.concatenate(([0], self._free.view(np.int8), [0])))
         starts, ends = np.flatnonzero(edges == 1), np.flatnonzero(edges == -1)
         longest = int(np.argmax(ends - starts))

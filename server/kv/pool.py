@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -236,4 +237,4 @@ class KVPool:
 
     @staticmethod
     def _is_contiguous(blocks: list[int]) -> bool:
-        return all(second == first + 1 for first, second in zip(blocks, blocks[1:], strict=False))
+        return all(second == first + 1 for first, second in pairwise(blocks))
