@@ -213,7 +213,8 @@ def _pack_proposals(value: Mapping[tuple[int, int], Proposal]) -> list[Any]:
         if proposal.weights is None:
             raise WireError("expected a quantised proposal with integer weights, got probabilities only")
         order = np.argsort(proposal.token_ids, kind="stable")
-        gaps = np.diff(proposal.token_ids[order].astype(np.int64), prepend=0)
+        ids = proposal.token_ids[order].astype(np.int64)
+        gaps = np.concatenate([ids[:1], ids[1:] - ids[:-1]])
         rows.append([parent + 1, drafter, packing.pack(gaps), packing.pack(proposal.weights[order])])
     return rows
 

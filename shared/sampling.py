@@ -119,7 +119,9 @@ class SamplingParams:
         object.__setattr__(self, "stop", stop)
         ids = tuple(self.stop_token_ids)
         if len(ids) > MAX_STOP_TOKEN_IDS:
-            raise ParameterError("stop_token_ids", f"expected at most {MAX_STOP_TOKEN_IDS} ids, got {len(ids)}")
+            raise ParameterError(
+                "stop_token_ids", f"expected at most {MAX_STOP_TOKEN_IDS} stop_token_ids, got {len(ids)}"
+            )
         for token in ids:
             _integer("stop_token_ids", token, 0, 2**31 - 1)
         object.__setattr__(self, "stop_token_ids", ids)
@@ -127,7 +129,7 @@ class SamplingParams:
     def _check_bias(self) -> None:
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             count = len(self.logit_bias)
-            raise ParameterError("logit_bias", f"expected at most {MAX_LOGIT_BIAS} entries, got {count}")
+            raise ParameterError("logit_bias", f"expected at most {MAX_LOGIT_BIAS} entries in logit_bias, got {count}")
         for token, bias in self.logit_bias.items():
             _integer("logit_bias", token, 0, 2**31 - 1)
             _number("logit_bias", bias, -100.0, 100.0)

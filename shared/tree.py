@@ -10,7 +10,7 @@ Not here: who proposed a node and why (client drafting), and which nodes are acc
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Self
 
@@ -49,7 +49,7 @@ class TokenTree:
 
     tokens: NDArray[np.int32]
     parents: NDArray[np.int32]
-    drafters: NDArray[np.uint8] = field(default=None)  # type: ignore[assignment]
+    drafters: NDArray[np.uint8] = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         tokens = _int_array("tokens", self.tokens, np.int32)

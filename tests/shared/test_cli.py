@@ -1,0 +1,72 @@
+"""The root command: what it lists, how it fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.metadata import EntryPoint
+
+import pytest
+
+from paceline.shared import cli
+from paceline.shared.errors import BusyError, ModelError
+
+
+def install(monkeypatch: pytest.MonkeyPatch, command: Callable[..., object] | Exception) -> None:
+    """Make ``paceline probe`` the only command, answered by ``command`` or failing to load with it."""
+
+    class Entry:
+        name = "probe"
+
+        def load(self) -> Callable[..., object]:
+            if isinstance(command, Exception):
+                raise command
+            return command
+
+    monkeypatch.setattr(cli, "_commands", lambda: {"probe": Entry()})
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"]) == 0
+    out = capsys.readouterr().out
+    for name in ("serve", "complete", "models", "bench", "demo"):
+        assert f"  {name} " in out
+    assert cli.main([]) == 2
+    assert cli.main(["--version"]) == 0
+
+
+def test_unknown_command_names_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["srve"]) == 2
+    captured = capsys.readouterr()
+    assert "serve" in captured.err
+    assert captured.out == ""
+
+
+@pytest.mark.parametrize(
+    ("outcome", "code"),
+    [(ModelError("no such model"), 2), (BusyError("try later"), 1), (KeyboardInterrupt(), 130), (SystemExit(3), 3)],
+)
+def test_errors_become_one_sentence_and_an_exit_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], outcome: BaseException, code: int
+) -> None:
+    def command(args: list[str], prog_name: str) -> None:
+        raise outcome
+
+    install(monkeypatch, command)
+    assert cli.main(["probe"]) == code
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("reason", ["No module named 'torch'", "DLL load failed while importing onnxruntime"])
+def test_missing_extra_is_named_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], reason: str
+) -> None:
+    install(monkeypatch, ImportError(reason))
+    assert cli.main(["probe"]) == 2
+    err = capsys.readouterr().err
+    assert "Visual C++ redistributable" in err if "DLL" in reason else "pip install" in err
+
+
+def test_every_declared_command_exists() -> None:
+    for entry in cli._commands().values():
+        assert isinstance(entry, EntryPoint)
+        assert callable(entry.load())
