@@ -11,14 +11,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.shared import packing
+from paceline.shared import packing, quantise
 from paceline.shared.errors import LimitError, WireError
 from paceline.shared.messages import ANCHOR_ID, FinishReason, Limits, Proposal, StepTime, TokenLogprobs
 from paceline.shared.sampling import MAX_TOP_LOGPROBS, SamplingParams, Verifier
 
 MAX_COUNT = 2**31 - 1
-MAX_SUPPORT = 256
-"""Tokens in one sparse proposal at the most."""
+MAX_DRAFTER = 255
 NO_TOKENS: NDArray[np.int32] = np.zeros(0, np.int32)
 NO_TOKENS.setflags(write=False)
 NO_PROPOSALS: dict[tuple[int, int], Proposal] = {}
@@ -210,12 +209,9 @@ def _pack_logprobs(value: tuple[TokenLogprobs, ...]) -> list[list[Any]]:
 def _pack_proposals(value: Mapping[tuple[int, int], Proposal]) -> list[Any]:
     rows = []
     for (parent, drafter), proposal in value.items():
-        if proposal.weights is None:
-            raise WireError("expected a quantised proposal with integer weights, got probabilities only")
-        order = np.argsort(proposal.token_ids, kind="stable")
-        ids = proposal.token_ids[order].astype(np.int64)
+        ids = proposal.token_ids.astype(np.int64)
         gaps = np.concatenate([ids[:1], ids[1:] - ids[:-1]])
-        rows.append([parent + 1, drafter, packing.pack(gaps), packing.pack(proposal.weights[order])])
+        rows.append([parent - ANCHOR_ID, drafter, packing.pack(gaps), packing.pack(quantise.weights_of(proposal))])
     return rows
 
 
@@ -226,13 +222,12 @@ def _proposals(plain: Any, name: str, limits: Limits) -> dict[tuple[int, int], P
     for row in plain:
         if type(row) is not list or len(row) != 4:
             raise _wrong(name, "rows of parent, drafter, tokens and weights", row)
-        parent, drafter = _count(row[0], name, limits) - 1, _count(row[1], name, limits)
-        ids = np.cumsum(packing.unpack(_binary(row[2], name), MAX_SUPPORT, name))
-        weights = packing.unpack(_binary(row[3], name), MAX_SUPPORT, name)
-        sound = len(ids) == len(weights) > 0 and drafter < 256 and (parent, drafter) not in proposals
-        if not sound or ids[-1] > MAX_COUNT or np.any(np.diff(ids) <= 0) or weights.min() < 1 or weights.max() >= 2**16:
-            raise _wrong(name, "increasing tokens with weights in 1..65535, once per parent and drafter", row[:2])
-        proposals[parent, drafter] = Proposal.from_weights(ids.astype(np.int32), weights.astype(np.uint16))
+        key = (_count(row[0], name, limits) + ANCHOR_ID, _count(row[1], name, limits))
+        if key in proposals or key[1] > MAX_DRAFTER:
+            raise _wrong(name, f"one proposal per parent and drafter up to {MAX_DRAFTER}", row[:2])
+        ids = np.cumsum(packing.unpack(_binary(row[2], name), quantise.MAX_SUPPORT, name))
+        weights = packing.unpack(_binary(row[3], name), quantise.MAX_SUPPORT, name)
+        proposals[key] = quantise.from_weights(ids, weights)
     return proposals
 
 

@@ -102,18 +102,12 @@ class Open:
 class Proposal:
     """The sparse q of one drafter below one parent before any draw: token_ids int32[k], probs float64[k], summing to 1.
 
-    What travels are small integer ``weights`` (uint16[k], at least 1): probs = weights / sum(weights), computed from
-    them on both sides, so that the q that is verified is bit for bit the q that was drawn from.
+    What travels is its quantised form (``quantise``), so that the q that is verified is bit for bit the q that was drawn
+    from.
     """
 
     token_ids: NDArray[np.int32]
     probs: NDArray[np.float64]
-    weights: NDArray[np.uint16] | None = None
-
-    @classmethod
-    def from_weights(cls, token_ids: NDArray[np.int32], weights: NDArray[np.uint16]) -> Proposal:
-        """The quantised q with these weights."""
-        return cls(token_ids, weights.astype(np.float64) / float(weights.sum(dtype=np.int64)), weights)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -22,11 +22,11 @@ from paceline.shared.messages import (
     Message,
     Open,
     Opened,
-    Proposal,
     StepTime,
     TokenLogprobs,
     Welcome,
 )
+from paceline.shared.quantise import from_weights
 from paceline.shared.sampling import SamplingParams, Verifier
 from paceline.shared.tree import TokenTree
 from paceline.shared.wire import decode, encode
@@ -48,7 +48,7 @@ def same(left: object, right: object) -> bool:
     return bool(left == right)
 
 
-PROPOSAL = Proposal.from_weights(ids(3, 9, 40000), np.array([7, 65535, 1], np.uint16))
+PROPOSAL = from_weights(ids(3, 9, 40000), [7, 4088, 1])
 MESSAGES: list[Message] = [
     Hello(1, "paceline/0.1", "ab" * 32, "smollm2"),
     Open(3, ids(1, 2, 49151), SamplingParams(), Verifier.GREEDY),
@@ -114,7 +114,7 @@ def test_an_mss_frame_of_32_nodes_fits_2_kilobytes() -> None:
     proposals = {}
     for parent in range(-1, 7):
         support = np.sort(rng.choice(49152, 64, replace=False)).astype(np.int32)
-        proposals[parent, 0] = Proposal.from_weights(support, rng.integers(1, 256, 64).astype(np.uint16))
+        proposals[parent, 0] = from_weights(support, rng.multinomial(4096 - 64, np.full(64, 1 / 64)) + 1)
     frame = Grow(1, 500, 0, rng.integers(0, 49152, 32).astype(np.int32), parents, None, proposals)
     assert len(encode(frame)) <= 2048
 
