@@ -9,17 +9,25 @@ nodes take part (the scheduler).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from paceline.shared.errors import PacelineError
+from paceline.server import noise
+from paceline.server.verify import RandomDice, Verdict, argmax, distribution, first_argmax, match, multi_step, walk
+from paceline.server.warp import Rows, warp
+from paceline.shared.errors import NumericsError, PacelineError, TreeError
 from paceline.shared.messages import Proposal, TokenLogprobs
 from paceline.shared.sampling import SamplingParams, Verifier
 from paceline.shared.tree import TokenTree
+
+_DICE = 1
+"""Marks the server's own random stream: independent of what a client draws from the same seed."""
+_MAX_CELLS = 1 << 27
+"""Logits held as float32 at one time on a device: 512 MiB."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,4 +80,195 @@ def choose(logits: torch.Tensor, requests: Sequence[Request]) -> list[Choice | P
 
     One entry for each request, in order. An error stands where the target gave no possible token (``NumericsError``) or
     a client's proposals cannot be what its nodes were drawn from (``TreeError``): it ends that generation only.
+
+    On a CPU rows are evaluated along the walk, since most are never reached. On other devices greedy and coupled
+    choices of all rows of all generations are made there and come back in one transfer; mss and naive fetch p row by
+    row.
     """
+    views = _views(logits, requests)
+    choices: dict[int, NDArray[np.int64]] = {} if logits.device.type == "cpu" else choices_on_device(views)
+    outcomes: list[Verdict | PacelineError] = []
+    for view in views:
+        known = choices.get(view.first)
+        try:
+            outcomes.append(_decide(view, view.token if known is None else known.__getitem__))
+        except (NumericsError, TreeError) as error:
+            outcomes.append(error)
+    logprobs = _logprobs(logits, views, outcomes)
+    return [
+        outcome if isinstance(outcome, PacelineError) else Choice(outcome.nodes, outcome.bonus, logprobs.get(index, ()))
+        for index, outcome in enumerate(outcomes)
+    ]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _View:
+    """One request's rows within the logits of the step, from ``first`` on, and how to read a single one of them."""
+
+    request: Request
+    first: int
+    logits: torch.Tensor
+
+    @property
+    def is_noisy(self) -> bool:
+        """Whether choices are argmax of log p plus noise."""
+        return self.request.verifier is Verifier.COUPLED and not self.request.sampling.is_greedy
+
+    @property
+    def is_choice(self) -> bool:
+        """Whether each row has one choice without random state: greedy, coupled, and all at temperature 0."""
+        return self.request.sampling.is_greedy or self.request.verifier in (Verifier.GREEDY, Verifier.COUPLED)
+
+    def key(self, row: int) -> noise.Key:
+        """Of the noise at a row: it depends on the position of the row's choice, not on the node."""
+        request = self.request
+        depth = int(request.tree.depths[row - 1]) if row else 0
+        return noise.Key(request.seed, request.choice, request.position + depth)
+
+    def scores(self, row: int) -> torch.Tensor:
+        """float32[V]: log p at one row, up to a constant."""
+        raw = self.logits[self.first + row]
+        if _is_plain(self.request):
+            return raw.to(torch.float32)
+        return warp(raw.to(torch.float32, copy=True)[None], [_rows(self.request, row)])[0]
+
+    def token(self, row: int) -> int:
+        """The greedy or coupled choice at one row."""
+        scores = self.scores(row)
+        if self.is_noisy:
+            scores = scores + noise.gumbel([self.key(row)], len(scores), scores.device)[0]
+        return first_argmax(scores.cpu().numpy())
+
+    def probs(self, row: int) -> NDArray[np.float64]:
+        """float64[V]: p at one row."""
+        scores = self.scores(row)
+        return distribution(torch.where(scores.isnan(), -torch.inf, scores).softmax(dim=-1).cpu().numpy())
+
+
+def _views(logits: torch.Tensor, requests: Sequence[Request]) -> list[_View]:
+    views = []
+    first = 0
+    for request in requests:
+        views.append(_View(request, first, logits))
+        first += request.num_rows
+    if logits.ndim != 2 or logits.shape[0] != first:
+        raise ValueError(f"expected {first} rows of logits for {len(requests)} requests, got {tuple(logits.shape)}")
+    return views
+
+
+def _decide(view: _View, token: Callable[[int], int]) -> Verdict:
+    """One walk; the verifier only sets the chooser."""
+    request = view.request
+    if view.is_choice:
+        return walk(request.tree, match(request.tree, token))
+    dice = RandomDice(np.random.default_rng([request.seed, request.choice, request.position, _DICE]))
+    if request.verifier is Verifier.NAIVE:
+        return walk(request.tree, match(request.tree, lambda row: dice.draws(view.probs(row))))
+    return walk(request.tree, multi_step(request.tree, view.probs, request.proposals, dice))
+
+
+def choices_on_device(views: Sequence[_View]) -> dict[int, NDArray[np.int64]]:
+    """First row of a request -> int64[n+1], its greedy or coupled choice at every row (-1: none).
+
+    Requests whose verifier needs p itself are left out.
+    """
+    pending: list[tuple[_View, torch.Tensor]] = []
+    chunk: list[_View] = []
+    views = [view for view in views if view.is_choice]
+    for view in views:
+        if chunk and sum(other.request.num_rows for other in [*chunk, view]) * view.logits.shape[1] > _MAX_CELLS:
+            pending += _argmax_of(chunk)
+            chunk = []
+        chunk.append(view)
+    pending += _argmax_of(chunk)
+    if not pending:
+        return {}
+    flat = torch.cat([best for _, best in pending]).cpu().numpy()
+    ends = np.cumsum([len(best) for _, best in pending])[:-1]
+    return {view.first: part for (view, _), part in zip(pending, np.split(flat, ends), strict=True)}
+
+
+def _argmax_of(views: Sequence[_View]) -> list[tuple[_View, torch.Tensor]]:
+    """Choices of all rows of some requests, as tensors that have not left the device yet."""
+    if not views:
+        return []
+    spans = [slice(view.first, view.first + view.request.num_rows) for view in views]
+    if all(_is_plain(view.request) and not view.is_noisy for view in views):
+        return [(view, argmax(view.logits[span])) for view, span in zip(views, spans, strict=True)]
+    scores = torch.cat([view.logits[span] for view, span in zip(views, spans, strict=True)]).to(torch.float32)
+    warp(scores, [_rows(view.request) for view in views])
+    counts = [view.request.num_rows for view in views]
+    keys = [view.key(row) for view in views if view.is_noisy for row in range(view.request.num_rows)]
+    if keys:
+        values = noise.gumbel(keys, scores.shape[1], scores.device)
+        noisy = np.flatnonzero(np.repeat([view.is_noisy for view in views], counts))
+        scores.index_add_(0, torch.from_numpy(noisy).to(scores.device), values)
+    return list(zip(views, argmax(scores).split(counts), strict=True))
+
+
+def _is_plain(request: Request) -> bool:
+    """Whether the raw logits already are log p up to a constant."""
+    sampling = request.sampling
+    edited = sampling.has_penalties or bool(sampling.logit_bias) or sampling.min_tokens > len(request.output)
+    filtered = sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0
+    return not edited and (sampling.is_greedy or (sampling.temperature == 1.0 and not filtered))
+
+
+def _rows(request: Request, row: int | None = None) -> Rows:
+    """What ``warp`` needs for one row of a request, or for all of them."""
+    tree = request.tree
+    if row is None:
+        nodes, ancestors = np.nonzero(tree.ancestor_mask())
+        path_rows, path = nodes.astype(np.int64) + 1, ancestors
+    else:
+        path = np.array(tree.path(row - 1) if row else [], np.int64)
+        path_rows = np.zeros(len(path), np.int64)
+    return Rows(
+        count=request.num_rows if row is None else 1,
+        sampling=request.sampling,
+        path_rows=path_rows,
+        path_tokens=tree.tokens[path].astype(np.int64),
+        prompt=request.prompt,
+        output=request.output,
+        barred=(*request.eos_ids, *request.sampling.stop_token_ids),
+    )
+
+
+def _logprobs(
+    logits: torch.Tensor, views: Sequence[_View], outcomes: Sequence[Verdict | PacelineError]
+) -> dict[int, tuple[TokenLogprobs, ...]]:
+    """Request index -> one entry for each token that it emits, for requests that asked; one gather for all of them."""
+    wanted: dict[int, list[int]] = {}
+    rows: list[int] = []
+    for index, (view, outcome) in enumerate(zip(views, outcomes, strict=True)):
+        if isinstance(outcome, Verdict) and view.request.sampling.logprobs is not None:
+            wanted[index] = [*(int(view.request.tree.tokens[node]) for node in outcome.nodes), outcome.bonus]
+            rows += [view.first, *(view.first + node + 1 for node in outcome.nodes)]
+    if not rows:
+        return {}
+    table = logits[torch.tensor(rows, device=logits.device)].to(torch.float32)
+    table = torch.where(table.isnan(), -torch.inf, table).log_softmax(dim=-1)
+    num_top = max(views[index].request.sampling.logprobs or 0 for index in wanted)
+    tops = likeliest(table, num_top)
+    tokens = torch.tensor([token for ids in wanted.values() for token in ids], device=logits.device)
+    own = table.gather(1, tokens[:, None])[:, 0].tolist()
+    found: dict[int, tuple[TokenLogprobs, ...]] = {}
+    start = 0
+    for index, ids in wanted.items():
+        count = views[index].request.sampling.logprobs or 0
+        places = range(start, start + len(ids))
+        found[index] = tuple(TokenLogprobs(own[place], tuple(tops[place][:count])) for place in places)
+        start += len(ids)
+    return found
+
+
+def likeliest(table: torch.Tensor, count: int) -> list[list[tuple[int, float]]]:
+    """For each row of float[r, V] its ``count`` largest entries as (id, value), best first, ties by lowest id."""
+    if count == 0:
+        return [[] for _ in range(table.shape[0])]
+    threshold = table.topk(min(count, table.shape[1])).values[:, -1:]
+    rows, ids = (table >= threshold).nonzero(as_tuple=True)
+    found: list[list[tuple[int, float]]] = [[] for _ in range(table.shape[0])]
+    for row, token, value in zip(rows.tolist(), ids.tolist(), table[rows, ids].tolist(), strict=True):
+        found[row].append((token, value))
+    return [sorted(row, key=lambda entry: (-entry[1], entry[0]))[:count] for row in found]

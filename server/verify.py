@@ -32,7 +32,7 @@ __all__ = ["Dice", "Proposal", "Verdict", "verify_coupled", "verify_greedy", "ve
 
 Proposals = Mapping[int, Mapping[int, Proposal]]
 """row -> drafter -> the sparse q that the drafter had below that row before any draw."""
-NO_TOKEN = "expected at least one possible token from the target, got none"
+NO_CHOICE = "expected at least one possible token from the target, got none"
 _VANISHED = 1e-12
 
 
@@ -99,7 +99,7 @@ def walk(tree: TokenTree, chooser: Chooser) -> Verdict:
 
 
 def match(tree: TokenTree, choice: Callable[[int], int]) -> Chooser:
-    """The chooser of greedy, coupled and naive: ``choice(row)`` is the target's token, kept whether a child has it or not.
+    """The chooser of greedy, coupled and naive: ``choice(row)`` is the target's token, whether a child has it or not.
 
     Never drawing again after a mismatch is what makes acceptance by equality exact.
     """
@@ -107,7 +107,7 @@ def match(tree: TokenTree, choice: Callable[[int], int]) -> Chooser:
     def choose(row: int, children: Sequence[int]) -> Decision:
         token = choice(row)
         if token < 0:
-            raise NumericsError(NO_TOKEN)
+            raise NumericsError(NO_CHOICE)
         return Decision(next((node for node in children if tree.tokens[node] == token), None), token)
 
     return choose
@@ -182,9 +182,7 @@ class _Remaining:
         """
         here = self._ids == token
         if not self._weights[here].any():
-            raise TreeError(
-                f"expected node {node} to be a draw of its proposal, got token {token}, which has no weight"
-            )
+            raise TreeError(f"expected node {node} to be a draw of its proposal, got token {token} without weight")
         q = self._weights / self._weights.sum()
         self._weights = np.where(here, 0.0, self._weights)
         return self._ids, q
@@ -246,8 +244,8 @@ def verify_naive(tree: TokenTree, probs: ArrayLike, rng: np.random.Generator) ->
 def verify_mss(tree: TokenTree, probs: ArrayLike, proposals: Proposals, rng: np.random.Generator) -> Verdict:
     """Multi-step speculative sampling (SpecInfer Algorithm 2).
 
-    probs: float64[n+1, V], p at every row. proposals: row -> drafter -> sparse q before any draw; ``tree.drafters`` says
-    which drafter drew each node, and siblings stand in drawing order.
+    probs: float64[n+1, V], p at every row. proposals: row -> drafter -> sparse q before any draw;
+    ``tree.drafters`` says which drafter drew each node, and siblings stand in drawing order.
 
     Raises ``TreeError`` for a wrong number of rows, a proposal that is no distribution, or a node that its proposal
     cannot have drawn; ``NumericsError`` for a row that is not a distribution.
@@ -259,14 +257,15 @@ def verify_mss(tree: TokenTree, probs: ArrayLike, proposals: Proposals, rng: np.
 
 def distribution(row: ArrayLike) -> NDArray[np.float64]:
     """float64[V]: the row scaled to sum 1 in float64; NaN counts as 0. Raises ``NumericsError`` if nothing is left."""
-    p = np.asarray(row, np.float64)
+    p: NDArray[np.float64] = np.asarray(row, np.float64)
     total = p.sum()
     if np.isnan(total):
         p = np.nan_to_num(p, nan=0.0)
         total = p.sum()
     if not (np.isfinite(total) and total > 0.0 and p.min() >= 0.0):
         raise NumericsError("expected probabilities with a positive, finite sum from the target, got none")
-    return p / total
+    scaled: NDArray[np.float64] = p / total
+    return scaled
 
 
 def first_argmax(scores: NDArray[np.floating[Any]]) -> int:
@@ -279,7 +278,7 @@ def first_argmax(scores: NDArray[np.floating[Any]]) -> int:
         scores = np.where(np.isnan(scores), -np.inf, scores)
         best = int(np.argmax(scores))
     if scores[best] == -np.inf:
-        raise NumericsError(NO_TOKEN)
+        raise NumericsError(NO_CHOICE)
     return best
 
 
