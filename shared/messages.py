@@ -102,8 +102,7 @@ class Open:
 class Proposal:
     """The sparse q of one drafter below one parent before any draw: token_ids int32[k], probs float64[k], summing to 1.
 
-    What travels is its quantised form (``quantise``), so that the q that is verified is bit for bit the q that was drawn
-    from.
+    What travels is its quantised form (``quantise``): the q that is verified is bit for bit the q that was drawn from.
     """
 
     token_ids: NDArray[np.int32]
