@@ -1,0 +1,223 @@
+"""From a drafter's candidates to children: which, in which order, and how likely each is to come true a priori.
+
+One rule for each verifier (DESIGN.md section 6):
+
+    greedy    the likeliest under q, best first
+    naive     the likeliest under q after the sampling parameters, best first
+    coupled   the highest log q + G(seed, position, token), best first: the same noise picks the server's token
+    mss       draws without replacement from the quantised q; every drawn child is sent, with that q
+
+Guesses without a distribution (n-gram) are point masses under every verifier.
+
+Not here: what the prior is really worth (``acceptance``), and the penalties: they change q too little to pay here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.client.drafting.drafter import Candidates
+from paceline.shared.messages import Proposal
+from paceline.shared.noise import gumbel
+from paceline.shared.quantise import draw, quantised
+from paceline.shared.sampling import SamplingParams, Verifier
+
+Floats = NDArray[np.float64]
+_LEAST_PRIOR = 2e-3
+_COVERAGE = 0.95
+"""Share of p's mass that a drafter's top candidates are expected to hold."""
+_MSS_SUPPORT = 32
+_SIBLING_DECAY = 0.45
+_RNG_STREAM = 0x70616365
+"""Keeps the client's draws independent of the server's, which may start from the same seed."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Situation:
+    """Where the rows of a request stand.
+
+    positions: int64[r], position of the tokens that a row's candidates propose. odds: float64[r], the row's own.
+    limits: int32[r], most children per row. least_odds: odds below which a child is not worth sending.
+    """
+
+    positions: NDArray[np.int64]
+    odds: Floats
+    limits: NDArray[np.int32]
+    least_odds: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ranked:
+    """Children of the rows of a request.
+
+    rows: int64[m], index of the parent's row, ascending. tokens: int32[m], siblings best (or drawn) first.
+    priors: float64[m], how likely each comes true if its parent did. proposals: row index -> q, in mss.
+    """
+
+    rows: NDArray[np.int64]
+    tokens: NDArray[np.int32]
+    priors: Floats
+    proposals: Mapping[int, Proposal] = field(default_factory=dict)
+
+
+class Ranking(Protocol):
+    """A verifier-specific rule."""
+
+    def rank(self, candidates: Candidates, situation: Situation) -> Ranked:
+        """The children that ``candidates`` suggest."""
+        ...
+
+
+def make_ranking(verifier: Verifier, sampling: SamplingParams, choice: int = 0) -> Ranking:
+    """The rule that fits a generation. Coupled and mss need ``sampling.seed``."""
+    if verifier is Verifier.GREEDY or sampling.is_greedy:
+        return TopRanking(sampling, is_warped=False)
+    if verifier is Verifier.NAIVE:
+        return TopRanking(sampling, is_warped=True)
+    if sampling.seed is None:
+        raise ValueError(f"expected a seed for verifier {verifier.value}, got none")
+    if verifier is Verifier.COUPLED:
+        return CoupledRanking(sampling, sampling.seed, choice)
+    return MssRanking(sampling, np.random.default_rng([sampling.seed, choice, _RNG_STREAM]))
+
+
+def warp(candidates: Candidates, sampling: SamplingParams) -> Floats:
+    """float64[r, K]: log q after logit bias, temperature, top-k, top-p and min-p, normalised over the candidates.
+
+    The order of the parameters is the target's (DESIGN.md section 6); places without a candidate hold -inf.
+    """
+    logprobs = _biased(candidates, sampling)
+    if sampling.temperature not in (0.0, 1.0):
+        logprobs = logprobs / sampling.temperature
+    order = np.argsort(-logprobs, axis=1, kind="stable")
+    ranked = np.take_along_axis(logprobs, order, axis=1)
+    if 0 < sampling.top_k < ranked.shape[1]:
+        ranked[:, sampling.top_k :] = -np.inf
+    probs = _normalised(ranked)
+    if sampling.top_p < 1.0:
+        before = np.cumsum(probs, axis=1) - probs
+        ranked[before >= sampling.top_p] = -np.inf
+    if sampling.min_p > 0.0:
+        ranked[probs < sampling.min_p * probs[:, :1]] = -np.inf
+    with np.errstate(divide="ignore"):
+        ranked = np.log(_normalised(ranked))
+    warped = np.empty_like(ranked)
+    np.put_along_axis(warped, order, ranked, axis=1)
+    return warped
+
+
+def _biased(candidates: Candidates, sampling: SamplingParams) -> Floats:
+    logprobs = candidates.logprobs.astype(np.float64)
+    if sampling.logit_bias:
+        for token, bias in sampling.logit_bias.items():
+            logprobs[candidates.token_ids == token] += bias
+    return logprobs
+
+
+def _normalised(logits: Floats) -> Floats:
+    if not logits.shape[1]:
+        return logits
+    peak = logits.max(axis=1, keepdims=True)
+    mass = np.exp(logits - np.where(np.isfinite(peak), peak, 0.0))
+    total = mass.sum(axis=1, keepdims=True)
+    normalised: Floats = mass / np.where(total > 0.0, total, 1.0)
+    return normalised
+
+
+def _best(candidates: Candidates, scores: Floats, priors: Floats, situation: Situation) -> Ranked:
+    """The candidates with the highest scores, at most ``limits`` per row, without those of negligible prior."""
+    count = scores.shape[1]
+    order = np.argsort(-scores, axis=1, kind="stable")
+    ranks = np.empty_like(order)
+    np.put_along_axis(ranks, order, np.broadcast_to(np.arange(count), order.shape), axis=1)
+    priors = np.where(np.isfinite(scores), priors, 0.0)
+    keep = (ranks < situation.limits[:, None]) & (priors >= _LEAST_PRIOR)
+    rows, columns = np.nonzero(np.take_along_axis(keep, order, axis=1))
+    columns = order[rows, columns]
+    return Ranked(rows, candidates.token_ids[rows, columns], priors[rows, columns])
+
+
+class TopRanking:
+    """Greedy and naive: the prior is q itself."""
+
+    def __init__(self, sampling: SamplingParams, *, is_warped: bool) -> None:
+        self._sampling = sampling
+        self._is_warped = is_warped
+
+    def rank(self, candidates: Candidates, situation: Situation) -> Ranked:
+        if candidates.is_point_mass or not self._is_warped:
+            scores = _biased(candidates, self._sampling)
+        else:
+            scores = warp(candidates, self._sampling)
+        return _best(candidates, scores, np.exp(np.minimum(scores, 0.0)), situation)
+
+
+class CoupledRanking:
+    """Perturb q as the server perturbs p. If log p = log q + an error about as large as the noise of one more Gumbel
+    draw, the chance of each candidate is the softmax of the perturbed scores; ``acceptance`` corrects the rest."""
+
+    def __init__(self, sampling: SamplingParams, seed: int, choice: int, sharpness: float = 1.6) -> None:
+        """sharpness: inverse scale of the error between log p and log q."""
+        self._sampling = sampling
+        self._seed = seed
+        self._choice = choice
+        self._sharpness = sharpness
+
+    def rank(self, candidates: Candidates, situation: Situation) -> Ranked:
+        if candidates.is_point_mass:
+            scores = _biased(candidates, self._sampling)
+            return _best(candidates, scores, np.exp(np.minimum(scores, 0.0)), situation)
+        scores = warp(candidates, self._sampling)
+        for position in np.unique(situation.positions).tolist():
+            rows = np.flatnonzero(situation.positions == position)
+            scores[rows] += gumbel(self._seed, position, candidates.token_ids[rows], self._choice)
+        priors = _COVERAGE * _normalised(self._sharpness * scores)
+        return _best(candidates, scores, priors, situation)
+
+
+class MssRanking:
+    """Multi-step speculative sampling. How many children a row gets depends on q and its odds, never on the draws."""
+
+    def __init__(self, sampling: SamplingParams, rng: np.random.Generator, support: int = _MSS_SUPPORT) -> None:
+        self._sampling = sampling
+        self._rng = rng
+        self._support = support
+
+    def rank(self, candidates: Candidates, situation: Situation) -> Ranked:
+        if candidates.is_point_mass:
+            scores = _biased(candidates, self._sampling)
+            return _best(candidates, scores, np.exp(np.minimum(scores, 0.0)), situation)
+        warped = warp(candidates, self._sampling)
+        rows: list[NDArray[np.int64]] = []
+        tokens: list[NDArray[np.int32]] = []
+        priors: list[Floats] = []
+        proposals: dict[int, Proposal] = {}
+        for row in np.flatnonzero(np.isfinite(warped).any(axis=1)).tolist():
+            proposal = quantised(candidates.token_ids[row], warped[row], self._support)
+            by_rank = draw_priors(proposal, int(situation.limits[row]))
+            count = int(np.count_nonzero(by_rank * situation.odds[row] >= situation.least_odds))
+            if not count:
+                continue
+            drawn = draw(proposal, count, self._rng)
+            rows.append(np.full(len(drawn), row, np.int64))
+            tokens.append(drawn)
+            priors.append(by_rank[: len(drawn)])
+            proposals[row] = proposal
+        if not rows:
+            return Ranked(np.zeros(0, np.int64), np.zeros(0, np.int32), np.zeros(0))
+        return Ranked(np.concatenate(rows), np.concatenate(tokens), np.concatenate(priors), proposals)
+
+
+def draw_priors(proposal: Proposal, limit: int) -> Floats:
+    """float64[limit]: how likely the j-th draw is to be the accepted one, before anything is calibrated.
+
+    The first draw is accepted more often the more of q sits on few tokens; later ones share what it leaves.
+    """
+    first = 0.35 + 0.6 * float(np.square(proposal.probs).sum())
+    count = min(limit, len(proposal.token_ids))
+    return (1.0 - first) ** (np.arange(count) > 0) * first * _SIBLING_DECAY ** np.arange(count)
