@@ -1,0 +1,290 @@
+"""The ONNX graph of a draft model, built node by node with `onnx.helper`. docs of the interface: `export`.
+
+Why by hand: a traced export copies the whole past at every level and knows nothing of trees. Here the past stays in the
+caller's buffers, scores over past and new nodes are computed apart, and only the new keys and values come out. Llama, Mistral,
+Qwen2 (biases on q, k, v) and Qwen3 (norms on q and k) share this graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import TensorProto, helper, numpy_helper
+
+from paceline.models.quantise import quantise_blocks, quantise_rows
+
+Floats = NDArray[np.float32]
+CONTRIB = "com.microsoft"
+OPSET, CONTRIB_OPSET, IR_VERSION = 17, 1, 9
+
+
+@dataclass(frozen=True, slots=True)
+class DraftShape:
+    """Everything about a draft model that is not a weight."""
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    norm_eps: float
+    num_candidates: int
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One decoder layer. Linear weights float32[out, in]; qkv and gate_up are stacked along the outputs."""
+
+    input_norm: Floats
+    qkv: Floats
+    qkv_bias: Floats | None
+    q_norm: Floats | None
+    k_norm: Floats | None
+    out: Floats
+    post_norm: Floats
+    gate_up: Floats
+    down: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class DraftWeights:
+    """A draft model in numpy. embedding float32[V, d]; head float32[Vd, d]; vocabulary int32[Vd] maps rows of the head to token ids.
+
+    inverse_frequencies float32[head_dim/2] and rope_scale: rotary angles are position * inverse_frequencies, cos and sin are scaled.
+    """
+
+    shape: DraftShape
+    embedding: Floats
+    layers: tuple[LayerWeights, ...]
+    final_norm: Floats
+    head: Floats
+    vocabulary: NDArray[np.int32]
+    inverse_frequencies: Floats
+    rope_scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Flow:
+    """Names of the values that all layers share."""
+
+    cos: str
+    sin: str
+    rope_ids: str
+    by_kv_head: str
+    by_query_head: str
+    folded: str
+    column_cut: str
+
+
+@dataclass
+class GraphBuilder:
+    """Collects nodes and initializers; `bits` is 32 (float), 8 or 4 (weight-only, computed in int8)."""
+
+    weights: DraftWeights
+    bits: int = 8
+    head_bits: int = 8
+    block_size: int = 32
+    nodes: list[Any] = field(default_factory=list)
+    initializers: list[Any] = field(default_factory=list)
+    _count: int = 0
+
+    def build(self) -> onnx.ModelProto:
+        w, s = self.weights, self.weights.shape
+        hidden = self._embed()
+        flow = self._flow()
+        new_kv = []
+        pending: str | None = None
+        for index, layer in enumerate(w.layers):
+            normed, hidden = self._norm(hidden, pending, layer.input_norm)
+            mixed, new_key, new_value = self._attention(index, layer, normed, flow)
+            new_kv += [new_key, new_value]
+            normed, hidden = self._norm(hidden, self._linear(mixed, layer.out, self.bits), layer.post_norm)
+            pending = self._mlp(layer, normed)
+        hidden = self._node("Add", [hidden, pending]) if pending else hidden
+        rows = self._node("Gather", [self._node("Squeeze", [hidden, self._const(np.array([0]))]), "rows"], axis=0)
+        normed, _ = self._norm(rows, None, w.final_norm)
+        self._candidates(self._linear(normed, w.head, self.head_bits))
+        stacked = self._node(
+            "Concat", [self._node("Unsqueeze", [kv, self._const(np.array([0]))]) for kv in new_kv], axis=0
+        )
+        self._node(
+            "Reshape", [stacked, self._const(np.array([s.num_layers, 2, s.num_kv_heads, -1, s.head_dim]))], "new_kv"
+        )
+        return self._model()
+
+    def _node(self, op: str, inputs: list[str], output: str | None = None, domain: str = "", **attributes: Any) -> str:
+        return self._nodes(op, inputs, [output or self._name(op)], domain, **attributes)[0]
+
+    def _nodes(self, op: str, inputs: list[str], outputs: list[str], domain: str = "", **attributes: Any) -> list[str]:
+        self.nodes.append(helper.make_node(op, inputs, outputs, domain=domain, **attributes))
+        return outputs
+
+    def _name(self, stem: str) -> str:
+        self._count += 1
+        return f"{stem.lower()}_{self._count}"
+
+    def _const(self, array: NDArray[Any]) -> str:
+        name = self._name("const")
+        self.initializers.append(numpy_helper.from_array(np.ascontiguousarray(array), name))
+        return name
+
+    def _embed(self) -> str:
+        if self.bits == 32:
+            return self._node("Gather", [self._const(self.weights.embedding), "ids"], axis=0)
+        codes, scales = quantise_rows(self.weights.embedding)
+        picked = self._node("Gather", [self._const(codes), "ids"], axis=0)
+        scale = self._node("Gather", [self._const(scales[:, None]), "ids"], axis=0)
+        return self._node("Mul", [self._node("Cast", [picked], to=TensorProto.FLOAT), scale])
+
+    def _flow(self) -> _Flow:
+        """Values that every layer reads: rotary tables of the n positions and the shapes that depend on n and S."""
+        s = self.weights.shape
+        column = self._node(
+            "Reshape", [self._node("Cast", ["positions"], to=TensorProto.FLOAT), self._const(np.array([-1, 1]))]
+        )
+        angles = self._node("Mul", [column, self._const(self.weights.inverse_frequencies[None].astype(np.float32))])
+        cos, sin = self._node("Cos", [angles]), self._node("Sin", [angles])
+        if self.weights.rope_scale != 1.0:
+            scale = self._const(np.array(self.weights.rope_scale, np.float32))
+            cos, sin = self._node("Mul", [cos, scale]), self._node("Mul", [sin, scale])
+        zero, one = self._const(np.array([0])), self._const(np.array([1]))
+        num_new = self._node("Slice", [self._node("Shape", ["positions"]), one, self._const(np.array([2]))])
+        num_slots = self._node("Slice", [self._node("Shape", ["past_key_0"]), one, self._const(np.array([2]))])
+        columns = self._node("Add", [num_slots, num_new])
+        scalars = [self._node("Squeeze", [value, zero]) for value in (zero, num_new, one)]
+        rope_ids = self._node("Unsqueeze", [self._node("Range", scalars), zero])
+        return _Flow(
+            cos=cos,
+            sin=sin,
+            rope_ids=rope_ids,
+            by_kv_head=self._const(np.array([s.num_kv_heads, -1, s.head_dim])),
+            by_query_head=self._node("Concat", [self._const(np.array([1, s.num_heads, -1])), columns], axis=0),
+            folded=self._node("Concat", [self._const(np.array([s.num_kv_heads, -1])), columns], axis=0),
+            column_cut=self._node("Concat", [num_slots, num_new], axis=0),
+        )
+
+    def _norm(self, hidden: str, added: str | None, weight: Floats) -> tuple[str, str]:
+        """RMSNorm of hidden (+ added). Returns the normed value and the sum, which is the next residual."""
+        eps = self.weights.shape.norm_eps
+        if added is None:
+            normed = self._node(
+                "SimplifiedLayerNormalization", [hidden, self._const(weight)], axis=-1, epsilon=eps, stash_type=1
+            )
+            return normed, hidden
+        outputs = [self._name("norm"), "", "", self._name("residual")]
+        # The fused operator wants a batch axis in older runtimes, so the hidden state is [1, n, d] throughout.
+        self._nodes(
+            "SkipSimplifiedLayerNormalization", [hidden, added, self._const(weight)], outputs, CONTRIB, epsilon=eps
+        )
+        return outputs[0], outputs[3]
+
+    def _linear(self, value: str, weight: Floats, bits: int, bias: Floats | None = None) -> str:
+        """value @ weight.T (+ bias)."""
+        outputs, inputs = weight.shape
+        if bits == 32:
+            product = self._node("MatMul", [value, self._const(weight.T)])
+        elif bits == 8:
+            # Per-channel int8 weights, activations quantised per call to uint8: one fused operator.
+            codes, scales = quantise_rows(weight)
+            names = [value, self._const(codes.T), self._const(scales)]
+            return self._node(
+                "DynamicQuantizeMatMul", [*names, "", self._const(bias)] if bias is not None else names, domain=CONTRIB
+            )
+        else:
+            packed = quantise_blocks(weight, bits, self.block_size)
+            names = [value, self._const(packed.packed), self._const(packed.scales.reshape(-1))]
+            product = self._node(
+                "MatMulNBits",
+                names,
+                domain=CONTRIB,
+                K=inputs,
+                N=outputs,
+                bits=bits,
+                block_size=self.block_size,
+                accuracy_level=4,
+            )
+        return product if bias is None else self._node("Add", [product, self._const(bias)])
+
+    def _heads(self, value: str, num_heads: int, norm: Floats | None, rope: _Flow | None) -> str:
+        """[1, n, heads * D] to [1, heads, n, D], normed per head and rotated where asked."""
+        shape = self._const(np.array([1, -1, num_heads, self.weights.shape.head_dim]))
+        split = self._node("Reshape", [value, shape])
+        if norm is not None:
+            split, _ = self._norm(split, None, norm)
+        heads = self._node("Transpose", [split], perm=[0, 2, 1, 3])
+        if rope is None:
+            return heads
+        names = [heads, rope.rope_ids, rope.cos, rope.sin]
+        return self._node("RotaryEmbedding", names, domain=CONTRIB, interleaved=0)
+
+    def _attention(self, index: int, layer: LayerWeights, normed: str, flow: _Flow) -> tuple[str, str, str]:
+        """Grouped-query attention over the past buffer and the new nodes.
+
+        Returns the mixed values [1, n, H*D] and the new key and value [Hkv, n, D].
+        """
+        s = self.weights.shape
+        q_width, kv_width = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
+        qkv = self._linear(normed, layer.qkv, self.bits, layer.qkv_bias)
+        parts = self._split(qkv, [q_width, kv_width, kv_width])
+        query = self._heads(parts[0], s.num_heads, layer.q_norm, flow)
+        key = self._node("Reshape", [self._heads(parts[1], s.num_kv_heads, layer.k_norm, flow), flow.by_kv_head])
+        value = self._node("Reshape", [self._heads(parts[2], s.num_kv_heads, None, None), flow.by_kv_head])
+        # The query heads that share a kv head are folded into its rows, so no key is repeated.
+        folded = self._node("Reshape", [query, flow.by_kv_head])
+        scale = float(s.head_dim) ** -0.5
+        on_past = self._node("FusedMatMul", [folded, f"past_key_{index}"], domain=CONTRIB, transB=1, alpha=scale)
+        on_new = self._node("FusedMatMul", [folded, key], domain=CONTRIB, transB=1, alpha=scale)
+        scores = self._node("Reshape", [self._node("Concat", [on_past, on_new], axis=-1), flow.by_query_head])
+        weights = self._node("Softmax", [self._node("Add", [scores, "mask"])], axis=-1)
+        weights = self._node("Reshape", [weights, flow.folded])
+        names = [self._name("split"), self._name("split")]
+        past_weights, new_weights = self._nodes("Split", [weights, flow.column_cut], names, axis=-1)
+        mixed_past = self._node("MatMul", [past_weights, f"past_value_{index}"])
+        mixed = self._node("Add", [mixed_past, self._node("MatMul", [new_weights, value])])
+        by_head = self._node("Reshape", [mixed, self._const(np.array([1, s.num_heads, -1, s.head_dim]))])
+        by_row = self._node("Transpose", [by_head], perm=[0, 2, 1, 3])
+        return self._node("Reshape", [by_row, self._const(np.array([1, -1, q_width]))]), key, value
+
+    def _split(self, value: str, sizes: list[int]) -> list[str]:
+        names = [self._name("split") for _ in sizes]
+        return self._nodes("Split", [value, self._const(np.array(sizes))], names, axis=-1)
+
+    def _mlp(self, layer: LayerWeights, normed: str) -> str:
+        width = layer.down.shape[1]
+        gate, up = self._split(self._linear(normed, layer.gate_up, self.bits), [width, width])
+        swish = self._node("Mul", [gate, self._node("Sigmoid", [gate])])
+        return self._linear(self._node("Mul", [swish, up]), layer.down, self.bits)
+
+    def _candidates(self, logits: str) -> None:
+        """top_logprobs float32[m, K] under the draft's own vocabulary, and top_ids int32[m, K] in the target's numbering."""
+        logprobs = self._node("LogSoftmax", [logits], axis=-1)
+        count = self._const(np.array([self.weights.shape.num_candidates]))
+        rows = self._name("topk")
+        self._nodes("TopK", [logprobs, count], ["top_logprobs", rows], axis=-1, largest=1, sorted=1)
+        self._node("Gather", [self._const(self.weights.vocabulary.astype(np.int32)), rows], "top_ids", axis=0)
+
+    def _model(self) -> onnx.ModelProto:
+        s = self.weights.shape
+        floats, longs = TensorProto.FLOAT, TensorProto.INT64
+        inputs = [
+            helper.make_tensor_value_info("ids", longs, [1, "n"]),
+            helper.make_tensor_value_info("positions", longs, [1, "n"]),
+            helper.make_tensor_value_info("mask", floats, [1, 1, "n", "slots_and_n"]),
+            helper.make_tensor_value_info("rows", longs, ["m"]),
+        ]
+        for index in range(s.num_layers):
+            past = [s.num_kv_heads, "slots", s.head_dim]
+            inputs.append(helper.make_tensor_value_info(f"past_key_{index}", floats, past))
+            inputs.append(helper.make_tensor_value_info(f"past_value_{index}", floats, past))
+        outputs = [
+            helper.make_tensor_value_info("top_ids", TensorProto.INT32, ["m", s.num_candidates]),
+            helper.make_tensor_value_info("top_logprobs", floats, ["m", s.num_candidates]),
+            helper.make_tensor_value_info("new_kv", floats, [s.num_layers, 2, s.num_kv_heads, "n", s.head_dim]),
+        ]
+        graph = helper.make_graph(self.nodes, "paceline_draft", inputs, outputs, self.initializers)
+        opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(CONTRIB, CONTRIB_OPSET)]
+        return helper.make_model(graph, opset_imports=opsets, ir_version=IR_VERSION, producer_name="paceline")
