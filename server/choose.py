@@ -86,10 +86,10 @@ def choose(logits: torch.Tensor, requests: Sequence[Request]) -> list[Choice | P
     row.
     """
     views = _views(logits, requests)
-    choices: dict[int, NDArray[np.int64]] = {} if logits.device.type == "cpu" else choices_on_device(views)
+    choices = {} if logits.device.type == "cpu" else choices_on_device(logits, requests)
     outcomes: list[Verdict | PacelineError] = []
-    for view in views:
-        known = choices.get(view.first)
+    for index, view in enumerate(views):
+        known = choices.get(index)
         try:
             outcomes.append(_decide(view, view.token if known is None else known.__getitem__))
         except (NumericsError, TreeError) as error:
@@ -167,34 +167,36 @@ def _decide(view: _View, token: Callable[[int], int]) -> Verdict:
     return walk(request.tree, multi_step(request.tree, view.probs, request.proposals, dice))
 
 
-def choices_on_device(views: Sequence[_View]) -> dict[int, NDArray[np.int64]]:
-    """First row of a request -> int64[n+1], its greedy or coupled choice at every row (-1: none).
+def choices_on_device(
+    logits: torch.Tensor, requests: Sequence[Request], max_cells: int = _MAX_CELLS
+) -> dict[int, NDArray[np.int64]]:
+    """Index of a request -> int64[n+1], its greedy or coupled choice at every row (-1: none), decided on the device.
 
-    Requests whose verifier needs p itself are left out.
+    Requests whose verifier needs p itself are left out. max_cells bounds the float32 logits that exist at one time.
     """
-    pending: list[tuple[_View, torch.Tensor]] = []
-    chunk: list[_View] = []
-    views = [view for view in views if view.is_choice]
-    for view in views:
-        if chunk and sum(other.request.num_rows for other in [*chunk, view]) * view.logits.shape[1] > _MAX_CELLS:
-            pending += _argmax_of(chunk)
-            chunk = []
-        chunk.append(view)
-    pending += _argmax_of(chunk)
-    if not pending:
-        return {}
-    flat = torch.cat([best for _, best in pending]).cpu().numpy()
-    ends = np.cumsum([len(best) for _, best in pending])[:-1]
-    return {view.first: part for (view, _), part in zip(pending, np.split(flat, ends), strict=True)}
-
-
-def _argmax_of(views: Sequence[_View]) -> list[tuple[_View, torch.Tensor]]:
-    """Choices of all rows of some requests, as tensors that have not left the device yet."""
+    views = {index: view for index, view in enumerate(_views(logits, requests)) if view.is_choice}
     if not views:
-        return []
+        return {}
+    chosen: list[torch.Tensor] = []
+    chunk: list[_View] = []
+    num_rows = 0
+    for view in views.values():
+        num_rows += view.request.num_rows
+        if chunk and num_rows * logits.shape[1] > max_cells:
+            chosen += _argmax_of(chunk)
+            chunk, num_rows = [], view.request.num_rows
+        chunk.append(view)
+    chosen += _argmax_of(chunk)
+    flat = torch.cat(chosen).cpu().numpy()
+    ends = np.cumsum([len(best) for best in chosen])[:-1]
+    return dict(zip(views, np.split(flat, ends), strict=True))
+
+
+def _argmax_of(views: Sequence[_View]) -> list[torch.Tensor]:
+    """Choices of all rows of each request, as tensors that have not left the device yet."""
     spans = [slice(view.first, view.first + view.request.num_rows) for view in views]
     if all(_is_plain(view.request) and not view.is_noisy for view in views):
-        return [(view, argmax(view.logits[span])) for view, span in zip(views, spans, strict=True)]
+        return [argmax(view.logits[span]) for view, span in zip(views, spans, strict=True)]
     scores = torch.cat([view.logits[span] for view, span in zip(views, spans, strict=True)]).to(torch.float32)
     warp(scores, [_rows(view.request) for view in views])
     counts = [view.request.num_rows for view in views]
@@ -203,7 +205,7 @@ def _argmax_of(views: Sequence[_View]) -> list[tuple[_View, torch.Tensor]]:
         values = noise.gumbel(keys, scores.shape[1], scores.device)
         noisy = np.flatnonzero(np.repeat([view.is_noisy for view in views], counts))
         scores.index_add_(0, torch.from_numpy(noisy).to(scores.device), values)
-    return list(zip(views, argmax(scores).split(counts), strict=True))
+    return list(argmax(scores).split(counts))
 
 
 def _is_plain(request: Request) -> bool:

@@ -19,7 +19,10 @@ WEIGHT_TOTAL = 4096
 """What the weights of one proposal sum to."""
 MAX_SUPPORT = 64
 """Tokens in one proposal at most."""
-_ENTRY_BYTES = 3
+_ID_BYTES = 2
+"""An ascending id as a varint of its difference; a third byte is rare below 2^16 ids."""
+_MAX_WIDE_WEIGHTS = WEIGHT_TOTAL >> 7
+"""Weights that need a second varint byte, at most: those of 128 and more."""
 _NODE_BYTES = 5
 _FRAME_OVERHEAD_BYTES = 48
 _PROPOSAL_OVERHEAD_BYTES = 5
@@ -89,7 +92,8 @@ def support_size(num_parents: int, num_nodes: int = 32, frame_bytes: int = 2048)
     """How many tokens each of ``num_parents`` proposals may hold so that their grow frame keeps to ``frame_bytes``."""
     room = frame_bytes - _FRAME_OVERHEAD_BYTES - _NODE_BYTES * num_nodes
     per_parent = room // max(1, num_parents) - _PROPOSAL_OVERHEAD_BYTES
-    return max(1, min(MAX_SUPPORT, per_parent // _ENTRY_BYTES))
+    all_wide, few_wide = per_parent // (_ID_BYTES + 2), (per_parent - _MAX_WIDE_WEIGHTS) // (_ID_BYTES + 1)
+    return max(1, min(MAX_SUPPORT, max(all_wide, few_wide)))
 
 
 def draw(proposal: Proposal, count: int, rng: np.random.Generator) -> NDArray[np.int32]:
