@@ -1,0 +1,87 @@
+"""What virtual time costs: the server's step-time model t(n) = a + b n, and what a draft model's call takes.
+
+Presets are roofline estimates from published figures, named with their source, so that two people mean the same by
+"8b-h100". ``--calibrate`` measures the embedded pair on this machine instead.
+
+Not here: the link (``link``), and measuring (``calibrate``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.shared.errors import ParameterError
+from paceline.shared.messages import StepTime
+
+
+@dataclass(frozen=True, slots=True)
+class StepPreset:
+    """A step-time model with a name and where its figures come from."""
+
+    name: str
+    step_time: StepTime
+    source: str
+
+
+_PRESETS = (
+    StepPreset(
+        "8b-h100",
+        StepTime(0.0072, 0.000030),
+        "8.0e9 bf16 weights (16.1 GB) over 3.35 TB/s HBM3 (H100 SXM data sheet) = 4.8 ms at 67 % of peak; a row "
+        "is 16 GFLOP at 55 % of 989 TFLOP/s",
+    ),
+    StepPreset(
+        "70b-4xh100",
+        StepTime(0.0180, 0.000075),
+        "70.6e9 bf16 weights (141 GB) over 4 x 3.35 TB/s = 10.5 ms at 67 % of peak plus 160 all-reduces of 15 us; "
+        "a row is 141 GFLOP at 48 % of 4 x 989 TFLOP/s",
+    ),
+    StepPreset(
+        "135m-cpu",
+        StepTime(0.0385, 0.0025),
+        "SmolLM2-135M-Instruct fp32 on two shared x86 cores: one token 41 ms, 32 nodes 120 ms (measured)",
+    ),
+)
+PRESETS = {preset.name: preset for preset in _PRESETS}
+DEFAULT_ROW_SHARE = 0.004
+"""For a step time that is given in milliseconds: what one row adds, as a share of the one-token step (70b-4xh100's)."""
+
+
+def step_time_of(text: str) -> tuple[str, StepTime]:
+    """A step-time model from ``--step``: a preset's name, milliseconds of a one-token step, or ``BASE+ROW`` in ms.
+
+    Raises ``ParameterError`` that lists the presets.
+    """
+    name = text.strip()
+    if name in PRESETS:
+        return name, PRESETS[name].step_time
+    try:
+        if "+" in name:
+            base, row = (float(part) / 1e3 for part in name.split("+", 1))
+        else:
+            whole = float(name) / 1e3
+            row = DEFAULT_ROW_SHARE * whole
+            base = whole - row
+    except ValueError:
+        base = row = -1.0
+    if base < 0 or row < 0 or base + row <= 0:
+        known = ", ".join(PRESETS)
+        raise ParameterError(
+            "step", f"expected milliseconds, BASE+ROW in milliseconds, or one of {known}, got {text!r}"
+        )
+    return name, StepTime(base, row)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTime:
+    """What one call of the draft model takes: base_s + per_row_s for each row it computes.
+
+    A row is a committed token that it has not seen, or a node. The defaults are the embedded draft on one core.
+    """
+
+    base_s: float = 0.0025
+    per_row_s: float = 0.00015
+
+    def at(self, num_rows: int) -> float:
+        """Seconds for a call with ``num_rows`` rows."""
+        return self.base_s + self.per_row_s * num_rows
