@@ -26,47 +26,67 @@ def bucket_of(rank: int) -> int:
 
 
 class Acceptance:
-    """Decayed counts of scored and accepted nodes in each bucket, with a hopeful prior that two steps outweigh."""
+    """Decayed counts of judged and accepted nodes in each bucket, with a hopeful prior that two steps outweigh."""
 
     def __init__(self) -> None:
-        self._scored = [_PRIOR_STEPS * max(1, 1 << max(bucket - 1, 0)) for bucket in range(_NUM_BUCKETS)]
-        self._accepted = [scored * 0.5 / (1 << bucket) ** 0.8 for bucket, scored in enumerate(self._scored)]
-        self.per_step = 1.0
-        """Decayed mean of accepted nodes in steps that scored any."""
+        self._judged = [_PRIOR_STEPS * max(1, 1 << max(bucket - 1, 0)) for bucket in range(_NUM_BUCKETS)]
+        self._accepted = [judged * 0.5 / (1 << bucket) ** 0.8 for bucket, judged in enumerate(self._judged)]
+        self._seen = [False] * _NUM_BUCKETS
+        self._best = 1.0
 
     def rate(self, rank: int) -> float:
         """The chance that the node of this rank is accepted."""
-        bucket = bucket_of(rank)
-        return self._accepted[bucket] / self._scored[bucket]
+        return self._rate(bucket_of(rank))
 
-    def observe(self, num_scored: int, accepted_ranks: Sequence[int]) -> None:
-        """Learns from one step that scored the nodes of ranks 0..num_scored-1."""
-        if not num_scored:
-            return
-        hits = [0] * _NUM_BUCKETS
+    def _rate(self, bucket: int) -> float:
+        """Of ranks never judged so far: what the prior says, but no more than the best of those that were."""
+        rate: float = self._accepted[bucket] / self._judged[bucket]
+        return rate if self._seen[bucket] else min(rate, self._best)
+
+    def observe(self, judged_ranks: Sequence[int], accepted_ranks: Sequence[int]) -> None:
+        """Learns from the nodes whose fate one step decided, scored or not: those on the path and those that died."""
+        judged, hits = [0] * _NUM_BUCKETS, [0] * _NUM_BUCKETS
+        for rank in judged_ranks:
+            judged[bucket_of(rank)] += 1
         for rank in accepted_ranks:
             hits[bucket_of(rank)] += 1
-        for bucket in range(bucket_of(num_scored - 1) + 1):
-            first = 0 if bucket == 0 else 1 << (bucket - 1)
-            width = 1 if bucket == 0 else 1 << (bucket - 1)
-            self._scored[bucket] = MEMORY * self._scored[bucket] + min(width, num_scored - first)
-            self._accepted[bucket] = MEMORY * self._accepted[bucket] + hits[bucket]
-        self.per_step += 0.1 * (len(accepted_ranks) - self.per_step)
+        for bucket in range(_NUM_BUCKETS):
+            if judged[bucket]:
+                self._judged[bucket] = MEMORY * self._judged[bucket] + judged[bucket]
+                self._accepted[bucket] = MEMORY * self._accepted[bucket] + hits[bucket]
+                self._seen[bucket] = True
+        self._best = max((self._rate(bucket) for bucket in range(_NUM_BUCKETS) if self._seen[bucket]), default=1.0)
+
+    def expected(self, num_nodes: int) -> float:
+        """How many of the first ``num_nodes`` nodes are accepted on average."""
+        total, first = 0.0, 0
+        for bucket in range(_NUM_BUCKETS):
+            width = min(1 if bucket == 0 else 1 << (bucket - 1), num_nodes - first)
+            if width <= 0:
+                break
+            total += width * self._rate(bucket)
+            first += width
+        return total
 
     def paying_nodes(self, min_rate: float, max_nodes: int) -> int:
-        """How many nodes, in order, are accepted with a chance of at least ``min_rate`` each."""
-        count = 0
+        """How many nodes, in order, to score so that those accepted outweigh all rows at ``min_rate`` each the most."""
+        best, best_count, total, count = 0.0, 0, 0.0, 0
         for bucket in range(_NUM_BUCKETS):
-            if count >= max_nodes or self._accepted[bucket] < min_rate * self._scored[bucket]:
+            width = min(1 if bucket == 0 else 1 << (bucket - 1), max_nodes - count)
+            if width <= 0:
                 break
-            count += 1 if bucket == 0 else 1 << (bucket - 1)
-        return min(count, max_nodes)
+            total += width * (self._rate(bucket) - min_rate)
+            count += width
+            if total > best:
+                best, best_count = total, count
+        return best_count
 
 
 class NodeBudget:
     """How many nodes a generation may have scored per step: as many as pay, and now and then a few to find out.
 
-    A drafter that is always wrong falls to zero; probes come at intervals that double, and end that as soon as one hits.
+    A drafter that is always wrong falls to zero. Nodes that arrive all the same are still judged by what is committed,
+    so that a drafter which turns right is noticed; if none arrive, the budget opens for a few at intervals that double.
     """
 
     def __init__(self, max_nodes: int) -> None:
@@ -81,23 +101,24 @@ class NodeBudget:
         """Whether the budget is open only to find out if drafting pays again."""
         return self._idle_steps >= self._interval
 
+    @property
+    def expected(self) -> float:
+        """Nodes that a step with a full budget accepts on average."""
+        return self.acceptance.expected(self.current)
+
     def update(self, min_rate: float) -> int:
         """The budget for the next step, given the acceptance at which one more node pays its time."""
         paying = self.acceptance.paying_nodes(max(min_rate, MIN_RATE), self._max_nodes)
-        if paying:
-            self._idle_steps = 0
-        elif self.is_probing:
+        self._idle_steps = 0 if paying else self._idle_steps + 1
+        if self.is_probing:
             paying = min(PROBE_NODES, self._max_nodes)
         self.current = paying
         return paying
 
-    def observe(self, num_scored: int, accepted_ranks: Sequence[int]) -> None:
-        """Learns from one step of this generation."""
-        if num_scored:
-            was_probe = self.is_probing
-            self.acceptance.observe(num_scored, accepted_ranks)
-            if was_probe:
-                self._idle_steps = 0
+    def observe(self, judged_ranks: Sequence[int], accepted_ranks: Sequence[int]) -> None:
+        """Learns from the arrival ranks of nodes whose fate one step decided, and of those of them that were accepted."""
+        if judged_ranks:
+            if self.is_probing:
                 self._interval = FIRST_PROBE_STEPS if accepted_ranks else min(2 * self._interval, MAX_PROBE_STEPS)
-        elif self.current == 0:
-            self._idle_steps += 1
+            self._idle_steps = 0
+            self.acceptance.observe(judged_ranks, accepted_ranks)

@@ -5,11 +5,11 @@
     messages = engine.finish(plan, logits, now)  choose, commit, roll back
 
 Three drivers use it: the engine thread (``driver``), the tests, and the simulator on a virtual clock. Between
-``next_step`` and ``finish`` frames may be fed and generations cancelled. What is wrong with one generation ends that one
-with a ``Fault``; the engine and the others go on.
+``next_step`` and ``finish`` frames may be fed and generations cancelled. What is wrong with one generation ends that
+one with a ``Fault``; the engine and the others go on.
 
-Not here: how tokens are chosen (``choose``), how rows are shared out (``scheduler``), what a frame means (``livetree``),
-who holds KV (``roster``).
+Not here: how tokens are chosen (``choose``), how rows are shared out (``scheduler``), what a frame means
+(``livetree``), who holds KV (``roster``).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import numpy as np
 import torch
 
 from paceline.server.acceptance import NodeBudget
-from paceline.server.counters import EngineCounters
 from paceline.server.choose import Choice, Request, choose
+from paceline.server.counters import EngineCounters
 from paceline.server.generation import Generation, OutputRules
 from paceline.server.participant import Key, Participant
 from paceline.server.patience import Patience
@@ -125,7 +125,9 @@ class Engine:
         live = participant.generation.live
         num_stale = live.num_stale
         try:
-            if participant.generation.grow(frame):
+            growth = participant.generation.grow(frame)
+            participant.budget.observe(growth.judged, growth.accepted)
+            if growth.num_joined:
                 participant.patience.on_nodes(now)
         except PacelineError as error:
             self._fail(participant, error)
@@ -222,8 +224,7 @@ class Engine:
         held: dict[Key, float] = {}
         for participant in self._roster.running:
             if participant.num_missing == 1 and not participant.has_nodes:
-                per_step = participant.budget.acceptance.per_step
-                until = participant.patience.hold_until(self.step_times.current, per_step)
+                until = participant.patience.hold_until(self.step_times.current, participant.budget.expected)
                 if until > now:
                     held[participant.key] = until
         if len(held) == self.num_running:
@@ -233,7 +234,7 @@ class Engine:
     def _shares(self, participants: Sequence[Participant]) -> list[Share]:
         decoding = [one for one in participants if one.num_missing == 1]
         drafting = [one for one in decoding if one.has_nodes]
-        accepted = sum(one.budget.acceptance.per_step for one in drafting)
+        accepted = sum(one.budget.expected for one in drafting)
         rows = len(participants) + sum(min(len(one.generation.live), one.budget.current) for one in drafting)
         rate = min_rate(self.step_times.current, max(len(decoding), 1), accepted, rows)
         candidates = [
@@ -282,6 +283,7 @@ class Engine:
     def _commit(self, part: Part, outcome: Choice, seconds: float, now: float) -> None:
         participant, generation = part.participant, part.participant.generation
         assert participant.sequence is not None
+        waiting = generation.live.ids
         committed = generation.commit(outcome.nodes, outcome.bonus, part.laid_out)
         num_scored, num_committed = len(part.laid_out.tree), len(committed.tokens)
         kept = outcome.nodes[: committed.num_drafted]
@@ -290,7 +292,7 @@ class Engine:
         participant.cached_len = part.base_len + len(rows)
         self.target.pool.publish(participant.sequence, generation.tokens)
         participant.num_verified += num_scored
-        participant.budget.observe(num_scored, [part.laid_out.ranks[node] for node in outcome.nodes])
+        participant.budget.observe(*generation.live.judge(waiting))
         participant.patience.on_commit(now, has_nodes=participant.has_nodes)
         self.counters.num_drafted_steps += num_scored > 0
         self.counters.num_scored += num_scored

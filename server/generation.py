@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.server.livetree import LaidOut, LiveTree
+from paceline.server.livetree import Growth, LaidOut, LiveTree
 from paceline.shared.detokenize import Decode, TextStream
 from paceline.shared.errors import ContextError, ParameterError
 from paceline.shared.messages import FinishReason, Grow, Limits, Open
@@ -88,13 +88,11 @@ class Generation:
         """The committed output."""
         return self._output
 
-    def grow(self, frame: Grow) -> int:
-        """Aligns a frame and returns how many nodes joined the live tree.
+    def grow(self, frame: Grow) -> Growth:
+        """Aligns a frame with what is committed.
 
         Raises ``ProtocolError``, ``LimitError`` or ``TreeError``: the generation must then be ended.
         """
-        if self.finish is not None:
-            return 0
         return self.live.grow(frame, self._output, self.prompt_len)
 
     def lay_out(self, max_nodes: int) -> LaidOut:

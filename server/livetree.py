@@ -45,15 +45,25 @@ class LiveNode:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LaidOut:
-    """Nodes chosen for a step, depth first. ids[i] names node i of ``tree``, ranks[i] is its place by arrival.
+    """Nodes chosen for a step, depth first. ids[i] names node i of ``tree``.
 
     proposals: row -> drafter -> q; row 0 is the anchor, row i + 1 is node i.
     """
 
     ids: tuple[int, ...]
     tree: TokenTree
-    ranks: tuple[int, ...]
     proposals: dict[int, dict[int, Proposal]]
+
+
+@dataclass(slots=True)
+class Growth:
+    """What became of a frame: how many nodes joined the live tree, and which of the others (by their place in the frame)
+    were judged at once, on the path or not.
+    """
+
+    num_joined: int = 0
+    judged: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
 
 
 class LiveTree:
@@ -86,12 +96,24 @@ class LiveTree:
         """How many ids on the path are remembered."""
         return len(self._path)
 
+    @property
+    def ids(self) -> list[int]:
+        """The live ids in order of arrival."""
+        return list(self._nodes)
+
+    def judge(self, ids: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Of nodes that were live before a commit, in order of arrival: the places of those that are not live any more,
+        and of those of them that are on the path. Unscored nodes are judged as well: the committed text is the label.
+        """
+        decided = [place for place, node_id in enumerate(ids) if node_id not in self._nodes]
+        return decided, [place for place in decided if ids[place] in self._path]
+
     def is_on_path(self, node_id: int) -> bool:
         """Whether the id is known to be on the committed path."""
         return node_id in self._path
 
-    def grow(self, frame: Grow, committed: Sequence[int], first_position: int) -> int:
-        """Aligns a frame's nodes and returns how many joined the live tree.
+    def grow(self, frame: Grow, committed: Sequence[int], first_position: int) -> Growth:
+        """Aligns a frame's nodes.
 
         committed: the output tokens so far; first_position: the position of the first of them.
         Raises ``ProtocolError``, ``LimitError`` or ``TreeError``; the generation is then beyond repair.
@@ -100,20 +122,24 @@ class LiveTree:
         self._check_frame(frame, first_position, end)
         drafters = [0] * len(frame.tokens) if frame.drafters is None else frame.drafters.tolist()
         rows = zip(frame.tokens.tolist(), frame.parents.tolist(), drafters, strict=True)
-        num_joined = 0
+        growth = Growth()
         for offset, (token, parent, drafter) in enumerate(rows):
             node_id = frame.first_id + offset
             position = self._position_below(parent, frame.at)
-            if position is None:
-                self.num_stale += 1
-            elif position < end:
-                self._pass_by(node_id, position, token == committed[position - first_position])
+            if position is not None and position >= end:
+                above = ANCHOR_ID if position == end else parent
+                self._join(LiveNode(node_id, token, position, above, drafter), end)
+                growth.num_joined += 1
+                continue
+            growth.judged.append(offset)
+            if position is not None and token == committed[position - first_position]:
+                growth.accepted.append(offset)
+                self._pass_by(node_id, position)
             else:
-                self._join(LiveNode(node_id, token, position, self._canonical(parent, position, end), drafter), end)
-                num_joined += 1
+                self.num_stale += 1
         self.next_id += len(frame.tokens)
         self._keep_proposals(frame, end)
-        return num_joined
+        return growth
 
     def advance(self, token: int, position: int, accepted: int | None = None) -> int:
         """Moves the anchor one token on and returns how many nodes died.
@@ -161,7 +187,7 @@ class LiveTree:
         proposals = {row + 1: dict(node.proposals) for row, node in enumerate(nodes) if node.proposals}
         if self._root_proposals:
             proposals[0] = dict(self._root_proposals)
-        return LaidOut(tuple(node.node_id for node in nodes), arrived.take(order), tuple(order.tolist()), proposals)
+        return LaidOut(tuple(node.node_id for node in nodes), arrived.take(order), proposals)
 
     def clear(self) -> None:
         """Forgets all nodes: the generation is over."""
@@ -201,12 +227,9 @@ class LiveTree:
         position = self._path.get(parent)
         return None if position is None else position + 1
 
-    def _canonical(self, parent: int, position: int, end: int) -> int:
-        return ANCHOR_ID if position == end else parent
-
-    def _pass_by(self, node_id: int, position: int, matches: bool) -> None:
-        taken = not self._aliases and position <= self._named_until
-        if matches and not taken:
+    def _pass_by(self, node_id: int, position: int) -> None:
+        """A late node with the committed token: its children are welcome, unless another one's draws are (mss)."""
+        if self._aliases or position > self._named_until:
             self._name_on_path(node_id, position)
         else:
             self.num_stale += 1

@@ -10,12 +10,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+
 from paceline.server.engine import Engine, EngineSettings
 from paceline.server.plan import StepPlan, Wake
 from paceline.server.scripted import ScriptedTarget, markov
 from paceline.shared.messages import ANCHOR_ID, Cancel, Commit, Fault, Grow, Limits, Open, StepTime
 from paceline.shared.sampling import SamplingParams, Verifier
 
+MODEL = StepTime(0.03, 0.0005)
 Frame = list[tuple[int, int]]
 """(token, parent id) of new nodes; parents are ids that the client has used before, or ANCHOR_ID."""
 
@@ -99,7 +101,7 @@ class VirtualClient:
 class World:
     """Engine, target and clients on one virtual clock."""
 
-    def __init__(self, target, settings=None, *, decode=None, model=StepTime(0.03, 0.0005)):
+    def __init__(self, target, settings=None, *, decode=None, model=MODEL):
         settings = settings or EngineSettings(step_time=model)
         self.target, self.model = target, model
         self.engine = Engine(target, settings, decode)
@@ -216,6 +218,8 @@ def chatter(output, *, vocab=32, right=0.5, most=6):
 
     def propose(client):
         frame, own = [], dict(client.paths)
+        if sum(len(path) > len(client.known) for path in list(own.values())[-400:]) > 300:
+            return []
         for count in range(client.rng.randint(0, most)):
             recent = [ANCHOR_ID, *list(own)[-12:]]
             parent = client.rng.choice(recent)
@@ -223,7 +227,8 @@ def chatter(output, *, vocab=32, right=0.5, most=6):
             good = len(path) < len(output) and client.rng.random() < right
             token = output[len(path)] if good else client.rng.randrange(vocab)
             fresh = (*path, token)
-            if fresh in client.proposed or fresh in own.values():
+            deep = len(fresh) > len(client.known) + 40
+            if deep or fresh in client.proposed or fresh in own.values():
                 continue
             own[client.next_id + len(frame)] = fresh
             frame.append((token, parent))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+
 from paceline.server.engine import EngineSettings
 from paceline.server.scheduler import StepLimits
 from paceline.server.scripted import ScriptedTarget, markov, recital
@@ -13,6 +14,8 @@ from paceline.shared.errors import BusyError, ContextError, ParameterError, Prot
 from paceline.shared.messages import Cancel, FinishReason, Grow, Limits, StepTime
 
 PROMPT = [1, 2, 3, 4, 5]
+NO_SHRINK = (Phase.explicit, Phase.reuse, Phase.generate)
+"""Shrinking a whole run takes minutes and helps little; the seed of a failure is printed."""
 MODEL = StepTime(0.03, 0.0005)
 
 
@@ -51,9 +54,9 @@ def test_engine_with_an_always_wrong_drafter_writes_the_same_and_cuts_its_budget
     world.run()
     assert client.received == expected
     assert sum(commit.num_drafted for commit in client.commits) == 0
-    assert max(commit.node_budget for commit in client.commits[:3]) >= 16
-    assert max(commit.node_budget for commit in client.commits[60:]) <= 4
-    assert sum(commit.num_scored for commit in client.commits[60:]) <= 40
+    assert client.commits[0].node_budget >= 16
+    assert max(commit.node_budget for commit in client.commits[40:]) <= 4
+    assert sum(commit.num_scored for commit in client.commits[40:]) <= 40
 
 
 def test_budget_recovers_when_a_wrong_drafter_turns_right(lab):
@@ -70,7 +73,7 @@ def test_budget_recovers_when_a_wrong_drafter_turns_right(lab):
     assert client.commits[-1].node_budget >= 6
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), phases=NO_SHRINK)
 @given(data=st.data())
 def test_any_tree_any_delay_any_mix_gives_the_targets_own_output(lab, data):
     seed = data.draw(st.integers(0, 3), label="target")
@@ -189,7 +192,7 @@ def letters(ids):
 @pytest.mark.parametrize("width", [1, 8])
 def test_stop_string_early_in_an_accepted_run_ends_it_there(lab, width):
     """U017: a run of 16 tokens whose third to fifth spell the stop string."""
-    text = [int(token) for token in "0 1 4 13 3 7 8 9 10 11 12 13 14 15 16 17".split()]
+    text = [0, 1, 4, 13, 3, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17]
     target = ScriptedTarget(recital([PROMPT + text], 32, 31), 32)
     world = lab.World(target, decode=letters)
     client = world.client(PROMPT, lab.oracle(text, widths=(1,) * 16), max_tokens=16, stop=("end",))
@@ -274,7 +277,7 @@ def test_a_malformed_tree_ends_its_generation_and_no_other(lab, bad, code):
     world = lab.World(lab.target(), make_settings(limits=Limits(max_depth=8)))
     culprit = world.client(PROMPT, max_tokens=1000)
     other = world.client([7, 8], max_tokens=30)
-    world.at(0.1, lambda: world.feed(culprit.key, bad))
+    world.at(0.021, lambda: world.feed(culprit.key, bad))
     world.run()
     assert culprit.fault is not None
     assert culprit.fault.code == code
