@@ -20,7 +20,7 @@ from paceline.client.drafting.live_tree import ALL_DRAFTERS, ANCHOR_ROW, UNSENT,
 from paceline.client.drafting.policy import CallCost, Choice, Conditions, Policy, Rows
 from paceline.client.drafting.ranking import Ranked, Ranking, Situation
 from paceline.shared.errors import ProtocolError
-from paceline.shared.messages import ANCHOR_ID, Grow, Proposal
+from paceline.shared.messages import ANCHOR_ID, ClientMessage, Grow, Proposal
 
 CANDIDATE_WIDTH = 64
 """Candidates that a session has use for, per expanded node."""
@@ -180,6 +180,7 @@ class Growth:
             # All draws are sent at once, so room is shared out before anything is drawn.
             room = conditions.max_nodes - len(self.tree) if conditions.sends else 0
             limits = np.minimum(limits, max(0, room) // max(1, len(rows)))
+            # Children below one row come from one drafter: whoever answers later is not drawn from.
             limits[np.isin(rows, self.tree.parents)] = 0
         return limits.astype(np.int32)
 
@@ -193,10 +194,6 @@ class Growth:
         count = tree.append(parents, ranked.tokens, chances, cells, drafter, is_merged=not self._draws)
         fresh = np.arange(len(tree) - count, len(tree))
         tree.expanded[fresh[np.isin(tree.tokens[fresh], self._closing_ids)]] = ALL_DRAFTERS
-        if self._draws:
-            # In mss the children below a row come from one drafter: the others are not asked.
-            tree.expanded[parents[parents != ANCHOR_ROW]] = ALL_DRAFTERS
-            tree.anchor_expanded |= ALL_DRAFTERS * bool((parents == ANCHOR_ROW).any())
         return fresh
 
     # Grow frames
@@ -228,3 +225,34 @@ class Growth:
         self._next_id += len(rows)
         self.num_sent += len(rows)
         return frame
+
+
+def join_frames(messages: Sequence[ClientMessage], max_frame_nodes: int) -> list[ClientMessage]:
+    """The same messages, with grow frames that continue each other (same anchor, next ids) made one."""
+    joined: list[ClientMessage] = []
+    for message in messages:
+        last = joined[-1] if joined else None
+        if isinstance(last, Grow) and isinstance(message, Grow) and _continues(last, message, max_frame_nodes):
+            drafters = None
+            if last.drafters is not None and message.drafters is not None:
+                drafters = np.concatenate([last.drafters, message.drafters])
+            joined[-1] = Grow(
+                generation=last.generation,
+                at=last.at,
+                first_id=last.first_id,
+                tokens=np.concatenate([last.tokens, message.tokens]),
+                parents=np.concatenate([last.parents, message.parents]),
+                drafters=drafters,
+                proposals={**last.proposals, **message.proposals},
+            )
+        else:
+            joined.append(message)
+    return joined
+
+
+def _continues(first: Grow, second: Grow, max_frame_nodes: int) -> bool:
+    return (
+        (first.generation, first.at) == (second.generation, second.at)
+        and (first.drafters is None) == (second.drafters is None)
+        and len(first.tokens) + len(second.tokens) <= max_frame_nodes
+    )

@@ -29,7 +29,7 @@ from paceline.client.drafting.drafter import Candidates, Drafter, DraftRequest
 from paceline.client.drafting.live_tree import LiveTree
 from paceline.client.drafting.policy import BestFirstPolicy, Conditions, Policy
 from paceline.client.drafting.ranking import make_ranking
-from paceline.client.growth import Growth
+from paceline.client.growth import Growth, join_frames
 from paceline.shared.errors import ProtocolError, RemoteError
 from paceline.shared.messages import (
     Cancel,
@@ -219,6 +219,7 @@ class ClientSession:
         self._outbox.clear()
         self._growth.restart()
         self.open(now)
+        self._grow()
 
     def cancel(self) -> None:
         """Stop here; the server frees the generation."""
@@ -257,6 +258,7 @@ class ClientSession:
         if commit.finish is not None:
             self.finish = commit.finish
             events.append(Finished(commit.finish))
+        self._grow()
         return events
 
     def _num_known(self, commit: Commit) -> int:
@@ -294,19 +296,23 @@ class ClientSession:
         self.stats.draft_calls += 1
         if not self.is_done:
             self._outbox.extend(self._growth.take(request, candidates, self._conditions(drafter), self.generation))
+            self._grow()
 
     def _conditions(self, drafter: int | None = None) -> Conditions:
         return self.controller.conditions(self.max_depth(drafter), drafter or 0)
 
     def outgoing(self, now: float) -> list[ClientMessage]:
-        """What is to be sent now, in order: what was queued, and nodes that have become worth it."""
+        """What is to be sent now, in order. Frames that directly follow each other travel as one."""
         del now
+        messages, self._outbox = self._outbox, []
+        return join_frames(messages, self._welcome.limits.max_frame_nodes)
+
+    def _grow(self) -> None:
+        """Queue what has become worth sending, so that it can be expanded at once."""
         if self._is_open and not self.is_done and self._drafters:
             most = self._welcome.limits.max_frame_nodes
             self._outbox.extend(self._growth.frames(self.generation, self._conditions(), most))
-        self.stats.drafted = self._growth.num_sent
-        messages, self._outbox = self._outbox, []
-        return messages
+            self.stats.drafted = self._growth.num_sent
 
 
 def _closing_ids(sampling: SamplingParams, welcome: Welcome) -> tuple[int, ...]:

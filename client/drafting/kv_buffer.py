@@ -1,8 +1,8 @@
-"""The past keys and values of one draft sequence: allocated in buckets, shared with ONNX Runtime, never copied per call.
+"""The past keys and values of one draft sequence: allocated in buckets, shared with ONNX Runtime, not copied per call.
 
 Layout of the slots: committed tokens first, in order, then the live tree's nodes. The whole capacity is an input of
-every call and the mask hides what is unused, so a bucket that is too large costs attention time: buckets grow by at most
-a half.
+every call and the mask hides what is unused, so a bucket that is too large costs attention time: buckets grow by at
+most a half.
 """
 
 from __future__ import annotations

@@ -156,8 +156,8 @@ class LiveTree:
 
     def child_mass(self) -> NDArray[np.float64]:
         """float64[n+1]: summed chances of the children of the anchor (entry 0) and of row i (entry i+1)."""
-        mass: NDArray[np.float64] = np.bincount(self.parents + 1, weights=self.chances, minlength=len(self) + 1)
-        return mass
+        mass = np.bincount(self.parents + 1, weights=self.chances, minlength=len(self) + 1)
+        return mass.astype(np.float64)
 
     def commit(self, tokens: NDArray[np.int32]) -> tuple[NDArray[np.int64], Labels]:
         """Make ``tokens`` (int32[c]) final: the anchor moves along them, rows off the path go.

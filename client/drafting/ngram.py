@@ -1,9 +1,9 @@
 """Prompt lookup: what followed the last time these words stood here?
 
-The text so far (prompt and output) is indexed by its n-grams; the longest one that ends a node's path and occurred before
-names what followed it, most recent first. Costs a few dictionary look-ups per token and node, so it runs anywhere. Its
-guesses are point masses with a confidence that grows with the length of the match; ``acceptance`` learns what it is
-worth on the present text.
+The text so far (prompt and output) is indexed by its n-grams; the longest one that ends a node's path and occurred
+before names what followed it, most recent first. Costs a few dictionary look-ups per token and node, so it runs
+anywhere. Its guesses are point masses with a confidence that grows with the length of the match; ``acceptance`` learns
+what it is worth on the present text.
 """
 
 from __future__ import annotations

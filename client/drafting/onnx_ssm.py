@@ -1,8 +1,8 @@
 """A small draft model in ONNX Runtime: one session call per tree level, past KV in a buffer of its own.
 
-The graph's interface is described in ``paceline.models.export``. A call feeds the committed tokens that the model has not
-seen and the nodes to expand, side by side in one row with explicit positions and a tree mask, and writes the new keys
-and values into the buffer. A commit moves the accepted nodes' KV to the end of the committed part and keeps the
+The graph's interface is described in ``paceline.models.export``. A call feeds the committed tokens that the model has
+not seen and the nodes to expand, side by side in one row with explicit positions and a tree mask, and writes the new
+keys and values into the buffer. A commit moves the accepted nodes' KV to the end of the committed part and keeps the
 survivors'; everything else is overwritten later. Nothing is computed twice.
 
 Threads: as many as asked for, never more than this process may use (affinity, container quota), and none that spins.
@@ -68,7 +68,7 @@ class OnnxDrafter:
         source = model if isinstance(model, bytes) else str(model)
         try:
             self._session = onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
-        except Exception as error:  # noqa: BLE001 - the runtime's own exceptions share no public base class
+        except Exception as error:
             raise BundleError(f"expected a draft graph that this runtime can load, got: {error}") from error
         inputs = {entry.name: entry.shape for entry in self._session.get_inputs()}
         if "past_key_0" not in inputs or "mask" not in inputs:
@@ -105,8 +105,8 @@ class OnnxDrafter:
 class OnnxSequence:
     """KV of one generation. Tree nodes are kept as parallel arrays, ordered by key.
 
-    held: committed tokens in slots 0..held-1. keys: int64[t], nodes with KV. slots: int64[t]. ancestors: bool[t, t], row
-    i marks node i and its ancestors among the t nodes.
+    held: committed tokens in slots 0..held-1. keys: int64[t], nodes with KV. slots: int64[t]. ancestors: bool[t, t],
+    row i marks node i and its ancestors among the t nodes.
     """
 
     def __init__(self, drafter: OnnxDrafter, buffer: KVBuffer) -> None:
@@ -116,6 +116,7 @@ class OnnxSequence:
         self._keys = np.zeros(0, np.int64)
         self._slots = np.zeros(0, np.int64)
         self._ancestors = np.zeros((0, 0), np.bool_)
+        self._new_rows = self._ancestors
 
     def expand(self, request: DraftRequest) -> Candidates:
         num_known = self._commit(request)
@@ -186,7 +187,7 @@ class OnnxSequence:
         self._ancestors = ancestors[np.ix_(order, order)]
 
     def _mask(self, first_new: int, num_pending: int, num_old: int) -> NDArray[np.float32]:
-        """float32[n, S + n], additive. Pending tokens are causal; nodes see all committed tokens and their ancestors."""
+        """float32[n, S + n], additive. Pending tokens are causal; nodes see all committed ones and their ancestors."""
         capacity = self._buffer.capacity
         num_nodes = len(self._keys) - num_old
         total = num_pending + num_nodes
