@@ -29,8 +29,10 @@ from paceline.client.drafting.drafter import Candidates, Drafter, DraftRequest
 from paceline.client.drafting.live_tree import LiveTree
 from paceline.client.drafting.policy import BestFirstPolicy, Conditions, Policy
 from paceline.client.drafting.ranking import make_ranking
+from paceline.client.events import Event, Failed, Finished, Started, Tokens
+from paceline.client.faults import error_from_fault
 from paceline.client.growth import Growth, join_frames
-from paceline.shared.errors import ProtocolError, RemoteError
+from paceline.shared.errors import PacelineError, ProtocolError
 from paceline.shared.messages import (
     Cancel,
     ClientMessage,
@@ -40,47 +42,12 @@ from paceline.shared.messages import (
     Open,
     Opened,
     ServerMessage,
-    TokenLogprobs,
     Welcome,
 )
 from paceline.shared.sampling import SamplingParams, Verifier
 
 _MAX_TIMED_ROWS = 40
 """Calls with more rows than this are prefill: they say nothing about the price of a level."""
-
-
-@dataclass(frozen=True, slots=True)
-class Started:
-    """The server took the generation. cached_tokens: prompt tokens that it did not have to compute."""
-
-    cached_tokens: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Tokens:
-    """Output that is final. at: position of the first. drafted: bool[n], which of them were accepted nodes."""
-
-    at: int
-    token_ids: NDArray[np.int32]
-    drafted: NDArray[np.bool_]
-    logprobs: tuple[TokenLogprobs, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """The generation is over."""
-
-    reason: FinishReason
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """The server ended the generation with an error."""
-
-    error: RemoteError
-
-
-Event = Started | Tokens | Finished | Failed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -133,7 +100,7 @@ class ClientSession:
         self.task = task
         self.stats = SessionStats()
         self.finish: FinishReason | None = None
-        self.error: RemoteError | None = None
+        self.error: PacelineError | None = None
         self.controller = controller or Controller(welcome.step_time, welcome.limits)
         self._welcome = welcome
         self._drafters = tuple(drafters)
@@ -147,6 +114,7 @@ class ClientSession:
             closing_ids=_closing_ids(task.sampling, welcome),
         )
         self._asked_at = [0.0] * len(self._drafters)
+        self._retired: set[int] = set()
         self._outbox: list[ClientMessage] = []
         self._is_open = False
 
@@ -238,7 +206,7 @@ class ClientSession:
             case Commit():
                 return self._commit(message)
             case Fault():
-                self.error = RemoteError(message.code, message.message)
+                self.error = error_from_fault(message)
                 return [Failed(self.error)]
             case _:
                 raise ProtocolError(f"expected opened, commit or fault, got {type(message).__name__.lower()}")
@@ -276,7 +244,7 @@ class ClientSession:
 
     def next_draft(self, drafter: int, now: float) -> DraftRequest | None:
         """Work for drafter number ``drafter``, or None: it has a request out, or there is nothing worth asking."""
-        if self.is_done or self._growth.is_asked(drafter) or self.max_depth(drafter) < 1:
+        if self.is_done or self._growth.is_asked(drafter) or self.max_depth(drafter) < 1 or drafter in self._retired:
             return None
         request = self._growth.next_request(
             drafter, self._conditions(drafter), self.controller.call_cost(drafter), probes=self.controller.probes
@@ -297,6 +265,10 @@ class ClientSession:
         if not self.is_done:
             self._outbox.extend(self._growth.take(request, candidates, self._conditions(drafter), self.generation))
             self._grow()
+
+    def retire(self, drafter: int) -> None:
+        """A drafter broke: never ask it again. The text goes on with the others, or plain."""
+        self._retired.add(drafter)
 
     def _conditions(self, drafter: int | None = None) -> Conditions:
         return self.controller.conditions(self.max_depth(drafter), drafter or 0)

@@ -9,14 +9,11 @@ Not here: ranking and sending (``ranking``, ``policy``), threads (the stream dri
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-
-from paceline.shared.errors import ParameterError
 
 ANCHOR_KEY = -1
 """Stands for the anchor (last committed token) where a key is expected, and for "no node" on a committed path."""
@@ -118,15 +115,3 @@ class Drafter(Protocol):
     def close(self) -> None:
         """Free everything. Sequences are closed before."""
         ...
-
-
-DrafterFactory = Callable[[], Drafter]
-
-
-def make_drafters(names: tuple[str, ...], factories: dict[str, DrafterFactory]) -> tuple[Drafter, ...]:
-    """Build the named drafters. Raises ``ParameterError`` that lists the known names for an unknown one."""
-    for name in names:
-        if name not in factories:
-            known = ", ".join(sorted([*factories, "auto", "none"]))
-            raise ParameterError("drafter", f"expected a drafter among {known}, got {name!r}")
-    return tuple(factories[name]() for name in names)

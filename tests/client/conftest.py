@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+
 from paceline.client.drafting.drafter import ANCHOR_KEY, Candidates
 from paceline.client.session import ClientSession, Failed, Task, Tokens
 from paceline.server.engine import Engine, EngineSettings
@@ -94,6 +95,7 @@ class Peer:
         self.rng = random.Random(seed)
         self.last_up = self.last_down = 0.0
         self.link = 0
+        self.is_linked = True
         self.events, self.times = [], []
         self.token_ids, self.drafted = [], []
         self.bytes_up = 0
@@ -148,13 +150,15 @@ class Peer:
 
     def drop(self, gap=0.05):
         """The link breaks: what is in flight is lost, and the session opens again after a while."""
-        if self.session.is_done:
+        if self.session.is_done or not self.is_linked:
             return
+        self.is_linked = False
         self.link += 1
         self.world.engine.disconnect(self.key[0])
         self.world.at(self.world.now + gap, self.reconnect)
 
     def reconnect(self):
+        self.is_linked = True
         self.key = (next(self.world.connections), self.session.generation + 1)
         self.world.peers[self.key] = self
         self.session.reopen(self.key[1], self.world.welcome, self.world.now)

@@ -1,0 +1,319 @@
+"""The client for Python programs.
+
+    async with Client("http://127.0.0.1:8765") as client:
+        async for chunk in client.stream("The capital of France is", SamplingParams(max_tokens=32)):
+            print(chunk.text, end="")
+
+Not here: the terminal (``commands``), one generation's machinery (``stream``, ``session``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.client.address import parse_addresses
+from paceline.client.bundles import find_local_bundle, find_tokenizer, pull_bundle
+from paceline.client.drafting.acceptance import Acceptance
+from paceline.client.drafting.choice import AUTO, KNOWN, SSM, Bundle, choose_drafters, named_bundle
+from paceline.client.drafting.controller import Controller
+from paceline.client.drafting.drafter import Drafter
+from paceline.client.drafting.policy import BestFirstPolicy, Policy, StaticPolicy
+from paceline.client.events import Finished, Tokens
+from paceline.client.result import Chunk, Completion, Piece, Stats
+from paceline.client.session import ClientSession, Task
+from paceline.client.settings import ClientSettings, make_settings
+from paceline.client.stream import GenerationStream
+from paceline.client.text import ChatMessage, TextCodec
+from paceline.client.transport import Uplink
+from paceline.shared.detokenize import TextStream
+from paceline.shared.errors import BundleError, LinkError, ModelError, ParameterError
+from paceline.shared.messages import PROTOCOL_VERSION, FinishReason, Hello, TokenLogprobs, Welcome
+from paceline.shared.sampling import SEED_BITS, SamplingParams, Verifier
+
+_LOG = logging.getLogger("paceline.client")
+Prompt = str | Sequence[int] | Sequence[ChatMessage]
+"""Text as it is, token ids, or a conversation that the model's chat template wraps."""
+
+
+class Client:
+    """A connection to one or several servers, with the drafters that fit what they serve.
+
+    url: a server's URL, or several. drafter: see ``drafting.choice``. Anything else comes from ``settings``.
+    """
+
+    def __init__(
+        self,
+        url: str | Sequence[str],
+        api_key: str | None = None,
+        drafter: str | None = None,
+        *,
+        settings: ClientSettings | None = None,
+    ) -> None:
+        """Raises ``UsageError`` for a URL that is none."""
+        self.settings = settings or make_settings()
+        key = self.settings.api_key
+        self._addresses = parse_addresses(url)
+        self._api_key = api_key or (key.get_secret_value() if key is not None else None)
+        self._drafter_name = drafter or self.settings.drafter
+        self._uplink: Uplink | None = None
+        self._text: TextCodec | None = None
+        self._drafters: tuple[Drafter, ...] = ()
+        self._acceptance: dict[Verifier, Acceptance] = {}
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="paceline-draft")
+
+    async def __aenter__(self) -> Self:
+        """Connect. Raises ``LinkError``, ``AuthError``, ``ModelError`` and the like."""
+        hello = Hello(PROTOCOL_VERSION, "paceline")
+        uplink = Uplink(
+            self._addresses, hello, self._api_key, link_settings=self.settings.link, retry=self.settings.retry
+        )
+        await uplink.start()
+        self._uplink = uplink
+        try:
+            await self._prepare(uplink.link.welcome)
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connection and free the drafters."""
+        if self._uplink is not None:
+            await self._uplink.close()
+            self._uplink = None
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        for drafter in self._drafters:
+            drafter.close()
+        self._drafters = ()
+
+    @property
+    def welcome(self) -> Welcome:
+        """What the server said about itself. Raises ``LinkError`` without a connection."""
+        return self._link_of().link.welcome
+
+    @property
+    def text(self) -> TextCodec:
+        """The target's tokenizer. Raises ``ModelError`` if none was found."""
+        if self._text is None:
+            model = self.welcome.model
+            raise ModelError(f"no tokenizer for {model!r} on this machine: pass --tokenizer, or pull its draft bundle")
+        return self._text
+
+    @property
+    def drafter_names(self) -> tuple[str, ...]:
+        """The drafters in use."""
+        return tuple(drafter.name for drafter in self._drafters)
+
+    def _link_of(self) -> Uplink:
+        if self._uplink is None:
+            raise LinkError("the client is not connected: use `async with Client(...)`")
+        return self._uplink
+
+    async def _prepare(self, welcome: Welcome) -> None:
+        """Find tokenizer and drafters; files are read and models loaded off the event loop."""
+        loop = asyncio.get_running_loop()
+        wanted = self._drafter_name
+        bundle = None if wanted in KNOWN else named_bundle(wanted)
+        if bundle is None:
+            bundle = await loop.run_in_executor(self._pool, find_local_bundle, welcome)
+            if bundle is None and self.settings.pull:
+                bundle = await self._pull(welcome)
+        self._text = await loop.run_in_executor(self._pool, self._load_text, welcome, bundle)
+        self._drafters = await loop.run_in_executor(self._pool, self._load_drafters, welcome, bundle)
+
+    async def _pull(self, welcome: Welcome) -> Bundle | None:
+        address = self._link_of().link.address
+        try:
+            return await pull_bundle(address, welcome, self._api_key)
+        except (BundleError, LinkError) as error:
+            if self._drafter_name == SSM:
+                raise
+            _LOG.info("no draft bundle from %s: %s", address.base, error)
+            return None
+
+    def _load_text(self, welcome: Welcome, bundle: Bundle | None) -> TextCodec | None:
+        path = self.settings.tokenizer or (bundle.folder if bundle else find_tokenizer(welcome))
+        if path is None:
+            return None
+        text = TextCodec.load(path)
+        if welcome.tokenizer and text.hash != welcome.tokenizer:
+            raise ModelError(f"{path} is not the tokenizer of {welcome.model!r}, which the server has")
+        return text
+
+    def _load_drafters(self, welcome: Welcome, bundle: Bundle | None) -> tuple[Drafter, ...]:
+        wanted = self._drafter_name
+        try:
+            return choose_drafters(wanted, welcome, lambda: bundle, self.settings.draft_threads)
+        except BundleError as error:
+            if wanted != AUTO:
+                raise
+            _LOG.warning("going on without a draft model: %s", error)
+            return choose_drafters(AUTO, welcome, lambda: None, None)
+
+    def encode(self, prompt: Prompt) -> NDArray[np.int32]:
+        """int32 ids of a prompt. Raises ``ParameterError`` for one without tokens."""
+        if isinstance(prompt, str):
+            ids = self.text.encode(prompt)
+        elif all(isinstance(item, int | np.integer) for item in prompt):
+            ids = np.array(list(prompt), np.int64).astype(np.int32)
+        else:
+            ids = self.text.encode_chat([item for item in prompt if not isinstance(item, int)])
+        if not len(ids):
+            raise ParameterError("prompt", "expected a prompt of at least one token, got an empty one")
+        return ids
+
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        *,
+        verifier: Verifier | str | None = None,
+        choice: int = 0,
+    ) -> CompletionStream:
+        """Start one generation as soon as it is iterated. Raises ``ParameterError`` for what cannot be asked."""
+        wanted = sampling or SamplingParams()
+        if wanted.seed is None:
+            wanted = replace(wanted, seed=secrets.randbits(SEED_BITS))
+        task = Task(self.encode(prompt), wanted, pick_verifier(verifier, wanted), choice=choice)
+        uplink = self._link_of()
+        welcome = uplink.link.welcome
+        controller = Controller(welcome.step_time, welcome.limits, can_switch=not self.settings.always_draft)
+        policy: Policy = StaticPolicy(self.settings.expansion) if self.settings.expansion else BestFirstPolicy()
+        acceptance = self._acceptance.setdefault(task.verifier, Acceptance())
+        session = ClientSession(
+            0, task, welcome, self._drafters, policy=policy, acceptance=acceptance, controller=controller
+        )
+        generation = GenerationStream(session, uplink, self._drafters, self._pool)
+        decoder = None if self._text is None else TextStream(self._text.decode, wanted.stop)
+        return CompletionStream(generation, decoder)
+
+    async def complete(
+        self, prompt: Prompt, sampling: SamplingParams | None = None, *, verifier: Verifier | str | None = None
+    ) -> Completion:
+        """One answer, whole."""
+        stream = self.stream(prompt, sampling, verifier=verifier)
+        async for _ in stream:
+            pass
+        return stream.completion
+
+
+def pick_verifier(wanted: Verifier | str | None, sampling: SamplingParams) -> Verifier:
+    """The verifier to ask for. Raises ``ParameterError`` for an unknown one, or greedy above temperature 0."""
+    if wanted is None:
+        return sampling.default_verifier()
+    try:
+        verifier = Verifier(wanted)
+    except ValueError as error:
+        known = ", ".join(entry.value for entry in Verifier)
+        raise ParameterError("verify", f"expected a verifier among {known}, got {wanted!r}") from error
+    if verifier is Verifier.GREEDY and not sampling.is_greedy:
+        raise ParameterError("verify", f"expected temperature 0 for verify greedy, got {sampling.temperature:g}")
+    return verifier
+
+
+class CompletionStream:
+    """An answer on its way: iterate it once for its chunks; ``completion`` afterwards. Leaving early cancels it."""
+
+    def __init__(self, generation: GenerationStream, decoder: TextStream | None) -> None:
+        self._generation = generation
+        self._decoder = decoder
+        self._texts: list[str] = []
+        self._ids: list[int] = []
+        self._drafted: list[bool] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._started_at = self._first_at = self._ended_at = 0.0
+
+    def __aiter__(self) -> AsyncIterator[Chunk]:
+        return self.chunks()
+
+    async def chunks(self) -> AsyncGenerator[Chunk, None]:
+        """The chunks. Raises what the server or the link reported."""
+        self._started_at = self._ended_at = time.perf_counter()
+        events = self._generation.run()
+        try:
+            held: Chunk | None = None
+            async for event in events:
+                if isinstance(event, Tokens):
+                    if held is not None:
+                        yield held
+                    self._first_at = self._first_at or time.perf_counter()
+                    held = self._chunk(event)
+                    if self._generation.session.finish is None:
+                        yield held
+                        held = None
+                elif isinstance(event, Finished):
+                    yield self._last_chunk(held, event.reason)
+                    held = None
+        finally:
+            self._ended_at = time.perf_counter()
+            await events.aclose()
+
+    def _chunk(self, event: Tokens) -> Chunk:
+        ids = tuple(event.token_ids.tolist())
+        drafted = tuple(bool(flag) for flag in event.drafted)
+        pieces = tuple(Piece(self._push(token), flag) for token, flag in zip(ids, drafted, strict=True))
+        text = "".join(piece.text for piece in pieces)
+        self._texts.append(text)
+        self._ids += ids
+        self._drafted += drafted
+        self._logprobs += event.logprobs
+        return Chunk(text, ids, drafted, pieces, event.logprobs)
+
+    def _push(self, token: int) -> str:
+        return "" if self._decoder is None else self._decoder.push((token,))[0]
+
+    def _last_chunk(self, held: Chunk | None, reason: FinishReason) -> Chunk:
+        tail = "" if self._decoder is None else self._decoder.finish()
+        self._texts.append(tail)
+        if held is None:
+            return Chunk(tail, (), (), (Piece(tail, drafted=False),), (), reason)
+        pieces = (*held.pieces, Piece(tail, drafted=False)) if tail else held.pieces
+        return replace(held, text=held.text + tail, pieces=pieces, finish_reason=reason)
+
+    @property
+    def stats(self) -> Stats:
+        """Figures so far."""
+        generation = self._generation
+        counts = generation.session.stats
+        return Stats(
+            verify_steps=counts.verify_steps,
+            tokens_per_step=len(self._ids) / counts.verify_steps if counts.verify_steps else 0.0,
+            drafted=counts.drafted,
+            accepted=counts.accepted,
+            bytes_up=generation.bytes_up,
+            bytes_down=generation.bytes_down,
+            ttft_s=self._first_at - self._started_at if self._first_at else 0.0,
+            total_s=self._ended_at - self._started_at,
+            rtt_s=generation.rtt_s,
+        )
+
+    @property
+    def completion(self) -> Completion:
+        """The answer, whole or as far as it came."""
+        session = self._generation.session
+        return Completion(
+            text="".join(self._texts),
+            prompt_tokens=tuple(session.task.prompt.tolist()),
+            token_ids=tuple(self._ids),
+            finish_reason=session.finish or FinishReason.CANCELLED,
+            stats=self.stats,
+            drafted=tuple(self._drafted),
+            logprobs=tuple(self._logprobs),
+            explanation=session.controller.explain(),
+        )

@@ -1,0 +1,209 @@
+"""``paceline complete`` and ``paceline chat``: the client in a terminal.
+
+Not here: how anything is drafted or sent (``api``), and how it looks (``console``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sys
+from collections.abc import Coroutine
+from contextlib import aclosing
+from dataclasses import asdict, replace
+from typing import Annotated, Any, TypeVar
+
+import typer
+
+from paceline.client.api import Client, CompletionStream, Prompt, pick_verifier
+from paceline.client.console import describe, write, write_note, write_pieces
+from paceline.client.result import Completion
+from paceline.client.settings import ClientSettings, make_settings
+from paceline.shared.errors import PacelineError, ParameterError
+from paceline.shared.sampling import SamplingParams
+
+Result = TypeVar("Result")
+
+
+def _app(help_text: str) -> typer.Typer:
+    return typer.Typer(help=help_text, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+complete_app = _app("One completion, streamed.")
+chat_app = _app("A conversation in the terminal.")
+
+Server = Annotated[str, typer.Option(envvar="PACELINE_SERVER", help="Server URL; several, separated by commas.")]
+ApiKey = Annotated[str | None, typer.Option(envvar="PACELINE_API_KEY", help="Key that the server asks for.")]
+MaxTokens = Annotated[int, typer.Option(envvar="PACELINE_MAX_TOKENS", help="Tokens of output at most.")]
+Temperature = Annotated[float, typer.Option(envvar="PACELINE_TEMPERATURE", help="0 is greedy.")]
+TopP = Annotated[float, typer.Option(envvar="PACELINE_TOP_P", help="Smallest set of likeliest tokens with this mass.")]
+TopK = Annotated[int, typer.Option(envvar="PACELINE_TOP_K", help="This many likeliest tokens; 0 is all.")]
+MinP = Annotated[float, typer.Option(envvar="PACELINE_MIN_P", help="Drop tokens below this share of the likeliest.")]
+Seed = Annotated[int | None, typer.Option(envvar="PACELINE_SEED", help="Same seed, same tokens.")]
+Stop = Annotated[list[str] | None, typer.Option(envvar="PACELINE_STOP", help="End before this text; repeatable.")]
+Verify = Annotated[str | None, typer.Option(envvar="PACELINE_VERIFY", help="greedy, coupled, mss or naive.")]
+DrafterName = Annotated[
+    str, typer.Option("--drafter", envvar="PACELINE_DRAFTER", help="auto, none, ssm, ngram, wrong, or a bundle.")
+]
+Tokenizer = Annotated[
+    str | None, typer.Option(envvar="PACELINE_TOKENIZER", help="tokenizer.json, where no bundle has it.")
+]
+Threads = Annotated[
+    int | None, typer.Option("--draft-threads", envvar="PACELINE_DRAFT_THREADS", help="For the draft model.")
+]
+Explain = Annotated[
+    bool, typer.Option("--explain", envvar="PACELINE_EXPLAIN", help="Say what speculation chose, and why.")
+]
+Verbose = Annotated[bool, typer.Option("--verbose", envvar="PACELINE_VERBOSE", help="Log to stderr.")]
+
+_COMPLETE_EXAMPLES = """
+examples:
+
+  paceline complete "The capital of France is" --server http://127.0.0.1:8765
+
+  paceline complete "Write a haiku" --chat --temperature 0.7 --seed 1 --json
+"""
+
+
+def _run(coroutine: Coroutine[Any, Any, Result], verbose: bool) -> Result:
+    level = logging.INFO if verbose else logging.ERROR
+    logging.basicConfig(level=level, stream=sys.stderr, format="%(message)s")
+    return asyncio.run(coroutine)
+
+
+def _sampling(**values: Any) -> SamplingParams:
+    stop = tuple(values.pop("stop") or ())
+    return SamplingParams(stop=stop, **values)
+
+
+@complete_app.command(epilog=_COMPLETE_EXAMPLES)
+def complete(
+    prompt: Annotated[str, typer.Argument(help="Goes as it is; --chat wraps it as one user message.")],
+    server: Server = "http://127.0.0.1:8765",
+    api_key: ApiKey = None,
+    max_tokens: MaxTokens = 128,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    min_p: MinP = 0.0,
+    seed: Seed = None,
+    stop: Stop = None,
+    verify: Verify = None,
+    drafter: DrafterName = "auto",
+    chat: Annotated[bool, typer.Option("--chat", envvar="PACELINE_CHAT", help="Use the chat template.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", envvar="PACELINE_JSON", help="Print one JSON object.")] = False,
+    tokenizer: Tokenizer = None,
+    draft_threads: Threads = None,
+    explain: Explain = False,
+    verbose: Verbose = False,
+) -> None:
+    """One completion, streamed. What was drafted is green on a terminal."""
+    sampling = _sampling(
+        max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, stop=stop
+    )
+    verifier = pick_verifier(verify, sampling)
+    if not prompt:
+        raise ParameterError("prompt", "expected a prompt of at least one token, got an empty one")
+    settings = make_settings(
+        server=server, api_key=api_key, drafter=drafter, tokenizer=tokenizer, draft_threads=draft_threads
+    )
+    asked: Prompt = [{"role": "user", "content": prompt}] if chat else prompt
+
+    async def answer() -> Completion:
+        async with Client(settings.server, settings=settings) as client:
+            return await _show(client.stream(asked, sampling, verifier=verifier), is_quiet=as_json)
+
+    completion = _run(answer(), verbose)
+    if as_json:
+        write(json.dumps(as_object(completion), ensure_ascii=True) + "\n")
+    else:
+        write("\n")
+        write_note(describe(completion.stats, len(completion.token_ids)))
+    if explain:
+        write_note(completion.explanation)
+
+
+async def _show(stream: CompletionStream, *, is_quiet: bool) -> Completion:
+    """Print an answer as it comes. Leaving early (Ctrl-C, a closed pipe) cancels it on the server."""
+    async with aclosing(stream.chunks()) as chunks:
+        async for chunk in chunks:
+            if not is_quiet:
+                write_pieces(chunk.pieces)
+    return stream.completion
+
+
+def as_object(completion: Completion) -> dict[str, Any]:
+    """What ``complete --json`` prints (DESIGN.md section 9)."""
+    return {
+        "text": completion.text,
+        "prompt_tokens": list(completion.prompt_tokens),
+        "token_ids": list(completion.token_ids),
+        "finish_reason": completion.finish_reason.value,
+        "usage": {
+            "prompt_tokens": len(completion.prompt_tokens),
+            "completion_tokens": len(completion.token_ids),
+        },
+        "stats": asdict(completion.stats),
+    }
+
+
+@chat_app.command()
+def chat(
+    server: Server = "http://127.0.0.1:8765",
+    api_key: ApiKey = None,
+    max_tokens: MaxTokens = 512,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    min_p: MinP = 0.0,
+    seed: Seed = None,
+    verify: Verify = None,
+    drafter: DrafterName = "auto",
+    tokenizer: Tokenizer = None,
+    draft_threads: Threads = None,
+    system: Annotated[str | None, typer.Option(envvar="PACELINE_SYSTEM", help="System message.")] = None,
+    verbose: Verbose = False,
+) -> None:
+    """A conversation. An empty line or the end of input leaves it; /new starts afresh; Ctrl-C stops an answer."""
+    sampling = _sampling(
+        max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, stop=None
+    )
+    pick_verifier(verify, sampling)
+    settings = make_settings(
+        server=server, api_key=api_key, drafter=drafter, tokenizer=tokenizer, draft_threads=draft_threads
+    )
+    _run(_converse(settings, sampling, verify, system), verbose)
+
+
+async def _converse(settings: ClientSettings, sampling: SamplingParams, verify: str | None, system: str | None) -> None:
+    opening = [{"role": "system", "content": system}] if system else []
+    messages = list(opening)
+    async with Client(settings.server, settings=settings) as client:
+        write_note(
+            f"{client.welcome.model} at {settings.server}; drafters: {', '.join(client.drafter_names) or 'none'}"
+        )
+        while line := await asyncio.to_thread(_read_line):
+            if line == "/new":
+                messages = list(opening)
+                continue
+            messages.append({"role": "user", "content": line})
+            try:
+                stream = client.stream(messages, replace(sampling), verifier=verify)
+                completion = await _show(stream, is_quiet=False)
+            except PacelineError as error:
+                write_note(f"error: {error}")
+                messages.pop()
+                continue
+            write("\n")
+            write_note(describe(completion.stats, len(completion.token_ids)))
+            messages.append({"role": "assistant", "content": completion.text})
+
+
+def _read_line() -> str:
+    try:
+        if sys.stdin.isatty():
+            write("> ", sys.stderr)
+        return sys.stdin.readline().strip()
+    except (EOFError, KeyboardInterrupt):
+        return ""

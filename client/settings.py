@@ -1,0 +1,65 @@
+"""Everything that a client's owner can set, in one frozen value. Each field has a ``PACELINE_…`` environment twin.
+
+Flags are filled in over the environment over the defaults. Not here: what to write (``SamplingParams``).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field, SecretStr, ValidationError
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from paceline.client.link import LinkSettings
+from paceline.client.transport import RetrySettings
+from paceline.shared.errors import ParameterError
+
+
+class ClientSettings(BaseSettings):
+    """See the module's text. Times in seconds.
+
+    server: one URL, or several separated by commas. drafter: see ``drafting.choice``. tokenizer: a folder or
+    tokenizer.json, where no draft bundle brings one. draft_threads: None chooses. expansion: widths of a static tree
+    instead of the dynamic one. always_draft: never switch speculation off. pull: fetch a missing bundle.
+    """
+
+    model_config = SettingsConfigDict(env_prefix="PACELINE_", frozen=True, extra="forbid", env_ignore_empty=True)
+
+    server: str = "http://127.0.0.1:8765"
+    api_key: SecretStr | None = None
+    drafter: str = "auto"
+    tokenizer: Path | None = None
+    draft_threads: int | None = Field(None, ge=1, le=256)
+    expansion: tuple[int, ...] = ()
+    always_draft: bool = False
+    pull: bool = True
+    connect_timeout: float = Field(10.0, gt=0)
+    ping_interval: float = Field(5.0, gt=0)
+    ping_timeout: float = Field(60.0, gt=0)
+    reconnect_timeout: float = Field(60.0, ge=0)
+    compression: bool = False
+
+    @property
+    def link(self) -> LinkSettings:
+        """The link's part."""
+        return LinkSettings(
+            connect_s=self.connect_timeout,
+            ping_s=self.ping_interval,
+            dead_s=self.ping_timeout,
+            compression=self.compression,
+        )
+
+    @property
+    def retry(self) -> RetrySettings:
+        """What happens after a lost link."""
+        return RetrySettings(give_up_s=self.reconnect_timeout)
+
+
+def make_settings(**given: object) -> ClientSettings:
+    """Settings from what was given (None counts as not given) and the environment. Raises ``ParameterError``."""
+    try:
+        return ClientSettings(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(str(part) for part in first["loc"])
+        raise ParameterError(name, f"{name}: {first['msg'].lower()}, got {first.get('input')!r}") from error

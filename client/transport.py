@@ -1,0 +1,204 @@
+"""The client's way to its servers: one link at a time, restored with back-off and jitter, shared by generations.
+
+A *port* is what one generation hears: messages, that the link is lost, that another one stands, or that it is over. A
+generation number is never used twice, so nothing late can be taken for something new. Only the event loop's thread
+comes here.
+
+Not here: the websocket itself (``link``), what a generation does with all this (``stream``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from paceline.client.address import ServerAddress
+from paceline.client.faults import error_from_fault
+from paceline.client.link import Link, LinkSettings, Received
+from paceline.shared.errors import AuthError, LinkError, ModelError, PacelineError
+from paceline.shared.messages import Closing, Commit, Fault, Hello, Opened, Welcome
+
+_LOG = logging.getLogger("paceline.client")
+
+
+@dataclass(frozen=True, slots=True)
+class RetrySettings:
+    """Waits first_s, doubling up to most_s, each times a random factor in 0.5..1.5; gives up after give_up_s."""
+
+    first_s: float = 0.1
+    most_s: float = 5.0
+    give_up_s: float = 60.0
+
+    def wait_s(self, attempt: int, rng: random.Random) -> float:
+        """Seconds before attempt number ``attempt``, counted from 0."""
+        return float(min(self.most_s, self.first_s * 2.0**attempt) * rng.uniform(0.5, 1.5))
+
+
+class Port(Protocol):
+    """One generation's ear."""
+
+    def on_message(self, received: Received) -> None: ...
+    def on_lost(self) -> None: ...
+    def on_restored(self, link: Link) -> None: ...
+    def on_failed(self, error: PacelineError) -> None: ...
+
+
+class Uplink:
+    """Keeps a link to one of several servers. Use ``start`` and ``close``, or ``async with``."""
+
+    def __init__(
+        self,
+        addresses: Sequence[ServerAddress],
+        hello: Hello,
+        api_key: str | None = None,
+        *,
+        link_settings: LinkSettings | None = None,
+        retry: RetrySettings | None = None,
+        rng: random.Random | None = None,
+    ) -> None:
+        self._addresses = tuple(addresses)
+        self._hello = hello
+        self._api_key = api_key
+        self._link_settings = link_settings or LinkSettings()
+        self._retry = retry or RetrySettings()
+        self._rng = rng or random.Random()
+        self._ports: dict[int, Port] = {}
+        self._numbers = itertools.count()
+        self._queue: asyncio.Queue[tuple[Link, bytes]] = asyncio.Queue()
+        self._link: Link | None = None
+        self._failure: PacelineError | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._wanted = asyncio.Event()
+        self._turn = 0
+
+    @property
+    def link(self) -> Link:
+        """The present link. Raises ``LinkError`` while there is none."""
+        if self._failure is not None:
+            raise self._failure
+        if self._link is None:
+            raise LinkError(f"no connection to {self._names()} at the moment")
+        return self._link
+
+    def _names(self) -> str:
+        return ", ".join(address.base for address in self._addresses)
+
+    async def start(self) -> Welcome:
+        """Connect to the first server that answers. Raises what the last one said if none does."""
+        self._link = await self._connect_any()
+        self._tasks = [asyncio.create_task(self._run()), asyncio.create_task(self._write())]
+        return self._link.welcome
+
+    async def close(self) -> None:
+        """End everything."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._link is not None:
+            await self._link.close()
+            self._link = None
+
+    def register(self, port: Port) -> int:
+        """A fresh generation number, whose messages go to ``port``."""
+        number = next(self._numbers)
+        self._ports[number] = port
+        self._wanted.set()
+        return number
+
+    def forget(self, number: int) -> None:
+        """No more messages for this generation."""
+        self._ports.pop(number, None)
+        if not self._ports:
+            self._wanted.clear()
+
+    def post(self, data: bytes) -> None:
+        """Send an encoded message soon, in order. Without a link it is dropped: generations open again anyway."""
+        if self._link is not None:
+            self._queue.put_nowait((self._link, data))
+
+    async def _write(self) -> None:
+        while True:
+            link, data = await self._queue.get()
+            if link is not self._link:
+                continue
+            try:
+                await link.send(data)
+            except LinkError:
+                _LOG.debug("the link was lost while sending; the reader restores it")
+
+    async def _run(self) -> None:
+        while True:
+            link = self._link
+            assert link is not None
+            try:
+                await self._read(link)
+            except PacelineError as error:
+                _LOG.info("%s", error)
+            await link.close()
+            self._link = None
+            for port in list(self._ports.values()):
+                port.on_lost()
+            await self._wanted.wait()
+            try:
+                self._link = await self._reconnect()
+            except PacelineError as error:
+                self._failure = error
+                for port in list(self._ports.values()):
+                    port.on_failed(error)
+                return
+            for port in list(self._ports.values()):
+                port.on_restored(self._link)
+
+    async def _read(self, link: Link) -> None:
+        async for received in link.messages():
+            match received.message:
+                case Opened(generation=number) | Commit(generation=number):
+                    self._tell(number, received)
+                case Fault(generation=int(number)):
+                    self._tell(number, received)
+                case Fault():
+                    raise error_from_fault(received.message)
+                case Closing() if len(self._addresses) > 1:
+                    self._turn += 1
+                    raise LinkError(f"{link.address.base} drains")
+                case _:
+                    pass
+
+    def _tell(self, number: int, received: Received) -> None:
+        port = self._ports.get(number)
+        if port is not None:
+            port.on_message(received)
+
+    async def _connect_any(self) -> Link:
+        """One round over all servers, beginning with the one that served last."""
+        error: PacelineError = LinkError("no server given")
+        for offset in range(len(self._addresses)):
+            address = self._addresses[(self._turn + offset) % len(self._addresses)]
+            try:
+                link = await Link.connect(address, self._hello, self._api_key, self._link_settings)
+            except PacelineError as failure:
+                error = failure
+                continue
+            self._turn = (self._turn + offset) % len(self._addresses)
+            return link
+        raise error
+
+    async def _reconnect(self) -> Link:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._retry.give_up_s
+        for attempt in itertools.count():
+            await asyncio.sleep(self._retry.wait_s(attempt, self._rng))
+            try:
+                return await self._connect_any()
+            except (AuthError, ModelError):
+                raise
+            except PacelineError as error:
+                if loop.time() >= deadline:
+                    patience = f"{self._retry.give_up_s:g} s"
+                    raise LinkError(f"gave up on {self._names()} after {patience}: {error}") from error
+        raise AssertionError("unreachable")
