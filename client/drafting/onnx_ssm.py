@@ -125,7 +125,7 @@ class OnnxSequence:
         num_pending, num_nodes = len(pending), len(request.keys)
         if not num_pending + num_nodes:
             return Candidates.empty(0)
-        num_old = len(self._keys)
+        num_old, old_slots = len(self._keys), self._slots
         node_slots = self._held + num_old + np.arange(num_nodes)
         self._buffer.reserve(self._held + num_old + num_nodes, self._held + num_old)
         self._adopt(request, node_slots)
@@ -135,7 +135,7 @@ class OnnxSequence:
             "positions": np.concatenate(
                 [np.arange(first_new, self._held), self._held - 1 + request.depths.astype(np.int64)]
             )[None],
-            "mask": self._mask(first_new, num_pending, num_old)[None, None],
+            "mask": self._mask(first_new, num_pending, old_slots)[None, None],
             "rows": np.arange(num_pending + num_nodes - max(1, num_rows), num_pending + num_nodes),
         }
         ids, logprobs, new_kv = self._drafter.run(self._buffer, feeds)
@@ -186,16 +186,16 @@ class OnnxSequence:
         self._slots = np.concatenate([self._slots, node_slots])[order]
         self._ancestors = ancestors[np.ix_(order, order)]
 
-    def _mask(self, first_new: int, num_pending: int, num_old: int) -> NDArray[np.float32]:
+    def _mask(self, first_new: int, num_pending: int, old_slots: NDArray[np.int64]) -> NDArray[np.float32]:
         """float32[n, S + n], additive. Pending tokens are causal; nodes see all committed ones and their ancestors."""
-        capacity = self._buffer.capacity
+        capacity, num_old = self._buffer.capacity, len(old_slots)
         num_nodes = len(self._keys) - num_old
         total = num_pending + num_nodes
         visible = np.zeros((total, capacity + total), np.bool_)
         visible[:, :first_new] = True
         visible[:num_pending, capacity : capacity + num_pending] = np.tri(num_pending, dtype=np.bool_)
         if num_nodes:
-            visible[num_pending:, self._held : self._held + num_old] = self._new_rows[:, :num_old]
+            visible[num_pending:, old_slots] = self._new_rows[:, :num_old]
             visible[num_pending:, capacity : capacity + num_pending] = True
             visible[num_pending:, capacity + num_pending :] = self._new_rows[:, num_old:]
         return np.where(visible, np.float32(0), _HIDDEN)

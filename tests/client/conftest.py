@@ -1,4 +1,4 @@
-"""Client sessions against the real engine on a virtual clock: a link that delays, jitters and drops, scripted drafters."""
+"""Client sessions against the real engine on a virtual clock: links that delay, jitter and drop, scripted drafters."""
 
 from __future__ import annotations
 
@@ -123,8 +123,7 @@ class Peer:
             self.bytes_up += len(data)
             self.frames.append((now, message, len(data)))
             self.last_up = self.lag(self.last_up)
-            link = self.link
-            self.world.at(self.last_up, lambda m=decode(data), k=link: k == self.link and self.world.feed(self, m))
+            self.world.at(self.last_up, lambda d=data, k=self.link: k == self.link and self.world.feed(self, decode(d)))
 
     def answer(self, number, request):
         if self.session.is_done:
@@ -168,7 +167,8 @@ class Peer:
 class World:
     """Engine and clients on one virtual clock."""
 
-    def __init__(self, target, *, step_time=StepTime(0.03, 0.0005), limits=None, max_nodes=64):
+    def __init__(self, target, *, step_time=None, limits=None, max_nodes=64):
+        step_time = step_time or StepTime(0.03, 0.0005)
         limits = limits or Limits(max_context=target.info.max_context)
         settings = EngineSettings(step_time=step_time, limits=limits, max_nodes=max_nodes)
         self.target, self.step_time = target, step_time
@@ -252,6 +252,7 @@ def lab():
         World=World,
         ScriptedDrafter=ScriptedDrafter,
         target=target,
+        scripted=ScriptedTarget,
         markov=markov,
         Commit=Commit,
         Limits=Limits,

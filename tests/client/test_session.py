@@ -212,7 +212,7 @@ def test_session_reports_the_end_and_errors_and_then_takes_nothing():
     other.open(0.0)
     (failure,) = other.receive(Fault("context_length_exceeded", "too long", 0), 0.1)
     assert isinstance(failure, Failed)
-    assert failure.error.is_usage
+    assert failure.error.exit_code == 2
 
 
 def test_reopen_carries_prompt_committed_output_and_restarts_node_ids(lab):
