@@ -24,7 +24,8 @@ from paceline.bench.stats import Lane, Served, Span
 from paceline.client.drafting.controller import Controller
 from paceline.client.drafting.drafter import ANCHOR_KEY, Drafter, DraftRequest
 from paceline.client.drafting.policy import Policy
-from paceline.client.session import ClientSession, Task, Tokens
+from paceline.client.events import Tokens
+from paceline.client.session import ClientSession, Task
 from paceline.shared.messages import Cancel, ClientMessage, Grow, Open, ServerMessage
 from paceline.shared.sampling import SamplingParams
 

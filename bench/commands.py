@@ -1,0 +1,219 @@
+"""``paceline bench``: parses, calls what measures, and prints. No measuring here."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from paceline.bench import recording
+from paceline.bench.costs import PRESETS, DraftTime, step_time_of
+from paceline.bench.page import check_plot_path, write_plot
+from paceline.bench.prompts import load_prompts
+from paceline.bench.recording import RecordingSet
+from paceline.bench.report import as_json, meta, table, write_text
+from paceline.shared.errors import ParameterError, UsageError
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+_EXAMPLES = """
+Examples:
+
+  paceline bench                                        simulate the recorded pair at common RTTs
+
+  paceline bench --rtt 0,20,80 --step 8b-h100,30 --plot gain.html
+
+  paceline bench --real --rtt 0,20,80 --json real.json  processes over loopback, through a delaying relay
+
+  paceline bench --prompts my.jsonl --calibrate         your prompts, this machine's step time
+"""
+
+
+class Mode(StrEnum):
+    """What is measured."""
+
+    SIMULATE = "simulate"
+    REAL = "real"
+    ENGINE = "engine"
+    VERIFIERS = "verifiers"
+
+
+def _numbers(param: str, text: str) -> tuple[float, ...]:
+    try:
+        values = tuple(float(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        values = ()
+    if not values or min(values) < 0:
+        raise ParameterError(param, f"expected --{param} as milliseconds with commas between, got {text!r}")
+    return values
+
+
+def _mode(*, simulate: bool, real: bool, engine: bool, verifiers: bool) -> Mode:
+    flags = {Mode.SIMULATE: simulate, Mode.REAL: real, Mode.ENGINE: engine, Mode.VERIFIERS: verifiers}
+    chosen = [mode for mode, is_set in flags.items() if is_set]
+    if len(chosen) > 1:
+        raise UsageError(f"expected one of --simulate, --real, --engine, --verifiers, got {len(chosen)}")
+    return chosen[0] if chosen else Mode.SIMULATE
+
+
+@app.command(help="Measure what a pair gains, simulated or real, side by side with its baselines.", epilog=_EXAMPLES)
+def bench(
+    simulate: Annotated[bool, typer.Option("--simulate", help="on a virtual clock (the default)")] = False,
+    real: Annotated[bool, typer.Option("--real", help="processes over loopback through a delaying relay")] = False,
+    engine: Annotated[bool, typer.Option("--engine", help="the engine against transformers, no network")] = False,
+    verifiers: Annotated[bool, typer.Option("--verifiers", help="tokens per step of the four verifiers")] = False,
+    rtt: Annotated[
+        str, typer.Option(help="round trip times in ms, with commas", envvar="PACELINE_BENCH_RTT")
+    ] = "0,10,20,40,80,150,300",
+    step: Annotated[
+        str,
+        typer.Option(
+            help="one-token step times in ms, BASE+ROW in ms, or presets, with commas", envvar="PACELINE_BENCH_STEP"
+        ),
+    ] = "30",
+    methods: Annotated[
+        str | None, typer.Option(help="methods with commas; all by default", envvar="PACELINE_BENCH_METHODS")
+    ] = None,
+    clients: Annotated[int, typer.Option(min=1, help="concurrent clients", envvar="PACELINE_BENCH_CLIENTS")] = 1,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help="JSON lines with turns or prompt, or plain text", envvar="PACELINE_BENCH_PROMPTS"),
+    ] = None,
+    max_tokens: Annotated[
+        int, typer.Option(min=2, help="tokens of output per prompt", envvar="PACELINE_BENCH_MAX_TOKENS")
+    ] = 96,
+    model: Annotated[
+        str, typer.Option(help="the pair for --prompts and --real", envvar="PACELINE_BENCH_MODEL")
+    ] = "smollm2",
+    jitter: Annotated[
+        float, typer.Option(min=0.0, help="largest jitter as a share of the RTT", envvar="PACELINE_BENCH_JITTER")
+    ] = 0.0,
+    loss: Annotated[
+        float, typer.Option(min=0.0, max=0.5, help="chance that a frame stalls", envvar="PACELINE_BENCH_LOSS")
+    ] = 0.0,
+    draft_ms: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="ms per draft call; as measured if not set", envvar="PACELINE_BENCH_DRAFT_MS"),
+    ] = None,
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="take the step time of this machine", envvar="PACELINE_BENCH_CALIBRATE")
+    ] = False,
+    seed: Annotated[int, typer.Option(min=0, help="of the link's dice", envvar="PACELINE_BENCH_SEED")] = 0,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="write the figures here", envvar="PACELINE_BENCH_JSON")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="write a .png or a self-contained .html", envvar="PACELINE_BENCH_PLOT")
+    ] = None,
+) -> None:
+    mode = _mode(simulate=simulate, real=real, engine=engine, verifiers=verifiers)
+    rtts = _numbers("rtt", rtt)
+    steps = tuple(part.strip() for part in step.split(",") if part.strip())
+    for one in steps:
+        step_time_of(one)
+    if plot is not None:
+        check_plot_path(plot)
+    console = Console(stderr=True)
+    if mode is Mode.ENGINE:
+        from paceline.bench.engine import run_engine_bench
+
+        _print_json(run_engine_bench(), json_path)
+        return
+    if mode is Mode.VERIFIERS:
+        from paceline.bench.verifiers import run_verifier_bench
+
+        _print_json(run_verifier_bench(), json_path)
+        return
+    if mode is Mode.REAL:
+        from paceline.bench.real import run_real
+
+        results, about = run_real(
+            model=model,
+            prompts=prompts,
+            rtts_ms=rtts,
+            methods=methods,
+            clients=clients,
+            max_tokens=max_tokens,
+            jitter_share=jitter,
+            progress=console.print,
+        )
+    else:
+        results, about = _simulate(
+            recordings=_recordings(prompts, model, max_tokens, console),
+            rtts_ms=rtts,
+            steps=_calibrated(model, console) if calibrate else steps,
+            methods=methods,
+            clients=clients,
+            link={"loss": loss},
+            jitter_share=jitter,
+            draft_ms=draft_ms,
+            seed=seed,
+        )
+    Console().print(table(results.rows))
+    for line in about["caveats"]:
+        console.print(f"- {line}", highlight=False)
+    if json_path is not None:
+        write_text(json_path, as_json(results.rows, about))
+    if plot is not None:
+        for file in write_plot(plot, results, about):
+            console.print(f"wrote {file}", highlight=False)
+
+
+def _recordings(prompts: Path | None, model: str, max_tokens: int, console: Console) -> RecordingSet:
+    if prompts is None:
+        return RecordingSet.load(recording.SHIPPED)
+    from paceline.bench.recorder import record
+
+    return record(model, load_prompts(prompts), max_tokens, progress=console.print)
+
+
+def _calibrated(model: str, console: Console) -> tuple[str, ...]:
+    from paceline.bench.calibrate import calibrate_target
+    from paceline.server.loading import load_target
+
+    found = calibrate_target(load_target(model))
+    console.print(f"calibrated: {', '.join(f'{rows} rows {ms:.1f} ms' for rows, ms in found.step_ms.items())}")
+    return (f"{1e3 * found.step_time.base_s:.3f}+{1e3 * found.step_time.per_row_s:.4f}",)
+
+
+def _simulate(*, recordings: RecordingSet, draft_ms: float | None, methods: str | None, **conditions: Any) -> Any:
+    from paceline.bench.calibrate import draft_time_of
+    from paceline.bench.grid import Grid, run_grid
+    from paceline.bench.link import LinkModel
+    from paceline.bench.methods import method_names
+
+    draft_time = draft_time_of(recordings)
+    if draft_ms is not None:
+        draft_time = DraftTime(draft_ms / 1e3, draft_time.per_row_s)
+    names = method_names(methods)
+    link = LinkModel(**conditions.pop("link"))
+    grid = Grid(recordings, methods=names, link=link, draft_time=draft_time, **conditions)
+    about = meta(
+        "simulate",
+        recordings=recordings.meta,
+        prompts=len(recordings.recordings),
+        draft_ms={"base": round(1e3 * draft_time.base_s, 3), "per_row": round(1e3 * draft_time.per_row_s, 4)},
+        jitter_share=grid.jitter_share,
+        loss=link.loss,
+        seed=grid.seed,
+        steps=dict(_step_facts(one) for one in grid.steps),
+    )
+    return run_grid(grid), about
+
+
+def _step_facts(text: str) -> tuple[str, dict[str, float | str]]:
+    name, step_time = step_time_of(text)
+    facts: dict[str, float | str] = {"base_ms": 1e3 * step_time.base_s, "per_row_ms": 1e3 * step_time.per_row_s}
+    return name, facts | ({"source": PRESETS[name].source} if name in PRESETS else {})
+
+
+def _print_json(figures: dict[str, Any], json_path: Path | None) -> None:
+    import json
+
+    text = json.dumps(figures, indent=1)
+    typer.echo(text)
+    if json_path is not None:
+        write_text(json_path, text)
