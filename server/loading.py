@@ -14,10 +14,12 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from paceline.models.catalogue import EMBEDDED, find_target
 from paceline.server.attention.probe import Geometry, check_config, read_geometry
 from paceline.server.attention.registry import INTERFACE_NAME, make_backend, register_interface
 from paceline.server.batch import Batch, Segment
 from paceline.server.fingerprint import fingerprint
+from paceline.server.gguf import unpack_gguf
 from paceline.server.kv.pool import KVPool
 from paceline.server.linear import pack_linears
 from paceline.server.precision import QUANTIZERS, resolve_device, resolve_dtype
@@ -70,10 +72,9 @@ def load_target(
     torch_device = resolve_device(device)
     torch_dtype = resolve_dtype(dtype, torch_device)
     arguments: dict[str, Any] = {"local_files_only": True}
-    if where.is_file():
-        arguments["gguf_file"] = where.name
-        where = where.parent
     try:
+        if where.is_file():
+            where = unpack_gguf(where)
         check_config(AutoConfig.from_pretrained(where, **arguments))
         if quantize is not None:
             arguments["quantization_config"] = _quantization(quantize, torch_device)
@@ -113,10 +114,8 @@ def make_target(
 
 def _locate(name_or_path: str) -> Path:
     """A folder, or a .gguf file."""
-    if name_or_path == "smollm2":
-        from paceline.models.catalogue import target_folder
-
-        return Path(target_folder(name_or_path))
+    if name_or_path == EMBEDDED:
+        return find_target(name_or_path)
     path = Path(name_or_path).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -161,7 +160,7 @@ def _target_info(model: PreTrainedModel, name: str, folder: Path | None, max_con
         device=str(model.device),
         tokenizer_path=tokenizer,
         chat_template_path=_file(folder, "chat_template.jinja"),
-        fingerprint=fingerprint(model),
+        fingerprint=fingerprint(model, folder),
     )
 
 
