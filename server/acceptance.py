@@ -116,7 +116,7 @@ class NodeBudget:
         return paying
 
     def observe(self, judged_ranks: Sequence[int], accepted_ranks: Sequence[int]) -> None:
-        """Learns from the arrival ranks of nodes whose fate one step decided, and of those of them that were accepted."""
+        """Learns from the arrival ranks of nodes whose fate was decided, and of those that were accepted."""
         if judged_ranks:
             if self.is_probing:
                 self._interval = FIRST_PROBE_STEPS if accepted_ranks else min(2 * self._interval, MAX_PROBE_STEPS)

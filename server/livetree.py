@@ -57,8 +57,8 @@ class LaidOut:
 
 @dataclass(slots=True)
 class Growth:
-    """What became of a frame: how many nodes joined the live tree, and which of the others (by their place in the frame)
-    were judged at once, on the path or not.
+    """What became of a frame: how many nodes joined the live tree, and which of the others (by their place in the
+    frame) were judged at once, on the path or not.
     """
 
     num_joined: int = 0
