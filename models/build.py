@@ -1,4 +1,4 @@
-"""`paceline models build`: the embedded pair, from nothing to a target folder and a draft bundle in the cache. Idempotent.
+"""Builds the embedded pair: from nothing to a target folder and a draft bundle in the cache. Idempotent.
 
 Not for: making a new draft (`distill`); this one rebuilds the shipped draft from the target and the stored difference.
 """

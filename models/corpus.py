@@ -1,10 +1,11 @@
 """The target writes its own training text: prompts, answers, and its top-k log-probabilities at every position.
 
-No data set is needed: from its chat template onward the target completes a user message (sampled, nucleus 0.95), then answers it
-(half of the answers greedily, half at temperature 1). A *round* is one static key-value buffer of `num_rows` rows and `num_slots`
-slots: every row starts behind the template's shared prefix, all rows write the same slot at every step, and a row whose document ends
-starts another one in the slots that are left. A round is a pure function of (target, settings, round number), so a
-killed run goes on with the first round that has no file. Not for: training (`distill`), or choosing what a drafter proposes.
+No data set is needed: from its chat template onward the target completes a user message (sampled, nucleus 0.95), then
+answers it (half of the answers greedily, half at temperature 1). A *round* is one static key-value buffer of `num_rows`
+rows and `num_slots` slots: every row starts behind the template's shared prefix, all rows write the same slot at every
+step, and a row whose document ends starts another one in the slots that are left. A round is a pure function of
+(target, settings, round number), so a killed run goes on with the first round that has no file. Not for: training
+(`distill`).
 """
 
 from __future__ import annotations
@@ -20,8 +21,6 @@ from numpy.typing import NDArray
 
 from paceline.models.openers import FOLLOW_UPS, LONG, SHORT
 from paceline.models.store import read_json, write_arrays, write_json
-
-Labelled = tuple[int, int]  # (token fed, kind of the token that follows it)
 
 KIND_FORCED, KIND_USER, KIND_GREEDY, KIND_SAMPLED = 0, 1, 2, 3
 ATTENTION_NAME = "paceline_corpus"
@@ -56,7 +55,7 @@ class ChatFrame:
 
 
 def chat_frame(tokenizer: Any, stop_ids: frozenset[int]) -> ChatFrame:
-    """Cuts the tokenizer's chat template at the user's and the assistant's words; a base model gets its BOS and bare text."""
+    """Cuts the chat template at the user's and the assistant's words; a base model gets its BOS and bare text."""
     if tokenizer.chat_template is None:
         bos = [] if tokenizer.bos_token_id is None else [int(tokenizer.bos_token_id)]
         return ChatFrame(tuple(bos or sorted(stop_ids)[:1]), (), (), stop_ids)

@@ -1,8 +1,9 @@
 """Stores what training added to the target's own layers, and adds it back.
 
-A draft starts as copies of the target's layers, so only the difference is worth keeping. Differences are rounded to a grid of
-`step` standard deviations per row and stored as int8 codes in compressed arrays: at step 0.5 about three bits a weight, with a rounding
-noise of 14 % of a difference that is itself small. Files stay under 8 MB. Not for: what the ONNX graph computes with (`quantise`).
+A draft starts as copies of the target's layers, so only the difference is worth keeping. Differences are rounded to a
+grid of `step` standard deviations per row and stored as int8 codes in compressed arrays: at step 0.5 about three bits
+a weight, with a rounding noise of 14 % of a difference that is itself small. Files stay under 8 MB. Not for: what the
+ONNX graph computes with (`quantise`).
 """
 
 from __future__ import annotations

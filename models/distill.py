@@ -1,8 +1,9 @@
 """Trains a draft on the target's own text: cross-entropy against the target's top-k distribution.
 
-The loss at a position is -sum_k p_k log q_k - p_rest log q_rest over the target's k most likely tokens and one bucket for the
-rest (Kim and Rush 2016, word level). AdamW, linear warm-up, cosine decay. Batches are a pure function of (seed, step), so a run goes on from its last
-checkpoint as if it had not stopped. Not for: writing the text (`corpus`) or exporting (`export`).
+The loss at a position is -sum_k p_k log q_k - p_rest log q_rest over the target's k most likely tokens and one bucket
+for the rest (word-level distillation, Kim and Rush 2016). AdamW; warm-up, plateau, linear decay. Batches are a
+pure function of (seed, step), so a run goes on from its last checkpoint as if it had not stopped. Not for: writing the
+text (`corpus`) or exporting (`export`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.utils import clip_grad_norm_
 
 from paceline.models.draft import Draft
 from paceline.models.samples import Batch, Packer
@@ -26,13 +28,14 @@ class DistillSettings:
     """How a draft is trained. Lengths in tokens, one optimiser step sees batch_rows * row_len of them."""
 
     seed: int = 0
-    num_steps: int = 600
-    batch_rows: int = 8
+    num_steps: int = 1200
+    batch_rows: int = 4
     row_len: int = 512
     micro_rows: int = 4
-    learning_rate: float = 1e-3
+    learning_rate: float = 8e-4
     warmup_steps: int = 30
-    final_share: float = 0.05
+    decay_share: float = 0.3
+    final_share: float = 0.02
     weight_decay: float = 0.01
     betas: tuple[float, float] = (0.9, 0.95)
     user_weight: float = 0.3
@@ -53,7 +56,10 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Over answer positions of held-out documents: cross-entropy in nats, share where the target's argmax is in the draft's top 1 / 5 / 8."""
+    """Over answer positions of held-out documents.
+
+    loss in nats; top1, top5, top8: share of positions where the target's argmax is among the draft's first 1, 5, 8.
+    """
 
     loss: float
     top1: float
@@ -73,11 +79,13 @@ def distillation_losses(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
 
 
 def learning_rate(settings: DistillSettings, step: int) -> float:
-    if step < settings.warmup_steps:
-        return settings.learning_rate * (step + 1) / settings.warmup_steps
-    share = (step - settings.warmup_steps) / max(1, settings.num_steps - settings.warmup_steps)
-    floor = settings.final_share
-    return settings.learning_rate * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, share))))
+    """Warm-up, plateau, then linear decay over the last `decay_share` of the steps.
+
+    Before the decay the rate does not depend on `num_steps`, so a run may be given more or fewer steps while it lasts.
+    """
+    warm = min(1.0, (step + 1) / max(1, settings.warmup_steps))
+    left = (settings.num_steps - step) / max(1.0, settings.num_steps * settings.decay_share)
+    return settings.learning_rate * min(warm, max(settings.final_share, min(1.0, left)))
 
 
 class Distiller:
@@ -85,6 +93,7 @@ class Distiller:
 
     def __init__(self, draft: Draft, packer: Packer, settings: DistillSettings, folder: Path) -> None:
         self.draft, self.packer, self.settings, self.folder = draft, packer, settings, folder
+        self.device = draft.head.weight.device
         # The input embedding stays the target's own: it is most of the parameters and is never stored.
         draft.decoder.embed_tokens.weight.requires_grad_(False)
         decayed = [p for p in draft.parameters() if p.requires_grad and p.ndim > 1]
@@ -101,6 +110,7 @@ class Distiller:
     def run(self, on_progress: Callable[[Progress], None] | None = None, max_steps: int | None = None) -> None:
         """Trains to the end of the schedule (or `max_steps` more steps), from the last checkpoint if there is one."""
         self._resume()
+        loss, first = math.nan, self.step
         last_save, started = time.monotonic(), time.monotonic() - self.elapsed_s
         stop = self.settings.num_steps if max_steps is None else min(self.settings.num_steps, self.step + max_steps)
         self.draft.train()
@@ -112,8 +122,8 @@ class Distiller:
             if time.monotonic() - last_save > self.settings.checkpoint_s and self.step < stop:
                 self._checkpoint(loss)
                 last_save = time.monotonic()
-        if self.step:
-            self._checkpoint(loss if stop else math.nan)
+        if self.step > first:
+            self._checkpoint(loss)
 
     def _train_step(self) -> float:
         s = self.settings
@@ -123,16 +133,16 @@ class Distiller:
         batches = [self.packer.batch(rows[at : at + s.micro_rows]) for at in range(0, len(rows), s.micro_rows)]
         total = float(sum(batch.weights.sum() for batch in batches))
         loss_sum = 0.0
-        for batch in batches:
+        for batch in (each.to(self.device) for each in batches):
             hidden = self.draft.decoder(
                 input_ids=batch.ids, position_ids=batch.positions, attention_mask=batch.mask, use_cache=False
             ).last_hidden_state
             logits = self.draft.head(hidden.flatten(0, 1)[batch.at])
             loss = (distillation_losses(logits, batch) * batch.weights).sum() / total
-            loss.backward()  # type: ignore[no-untyped-call]
-            loss_sum += float(loss)
+            loss.backward()
+            loss_sum += float(loss.detach())
             self.tokens += len(batch.at)
-        torch.nn.utils.clip_grad_norm_([p for p in self.draft.parameters() if p.requires_grad], s.clip_norm)
+        clip_grad_norm_([p for p in self.draft.parameters() if p.requires_grad], s.clip_norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
@@ -180,7 +190,7 @@ def measure(draft: Draft, packer: Packer, max_rows: int = 32) -> Agreement:
     rows = packer.rows(packer.corpus.documents(held_out=True))[:max_rows]
     losses, hits = [], []
     for at in range(0, len(rows), 4):
-        batch = packer.batch(rows[at : at + 4])
+        batch = packer.batch(rows[at : at + 4]).to(draft.head.weight.device)
         answers = batch.weights == 1.0
         logits = draft(batch.ids, batch.positions, batch.mask).flatten(0, 1)[batch.at]
         losses.append(distillation_losses(logits, batch)[answers])

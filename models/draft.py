@@ -1,7 +1,7 @@
-"""The draft model in torch: a few of the target's decoder layers, its whole input embedding, and a head over the tokens it writes most.
+"""The draft model in torch: a few of the target's layers, its whole input embedding, a head over what it writes most.
 
-What `distill` trains and `export` reads. The decoder layers are stock `transformers` ones of the target's own family, so any family
-whose layers look like Llama's works. Not for: serving (the client runs the ONNX export).
+What `distill` trains and `export` reads. The decoder layers are stock `transformers` ones of the target's own family,
+so any family whose layers look like Llama's works. Not for: serving (the client runs the ONNX export).
 """
 
 from __future__ import annotations

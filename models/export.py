@@ -2,16 +2,17 @@
 
 The graph (one file per drafter, batch 1; L layers, Hkv kv heads, head dim D, K candidates):
 
-    ids          int64[1, n]             the new nodes, in the target's numbering
-    positions    int64[1, n]             absolute position of each node
-    mask         float32[1, 1, n, S+n]   additive, 0 or -1e9; columns 0..S-1 are past slots, then the new nodes themselves
-    rows         int64[m]                which of the new nodes want candidates
-    past_key_i, past_value_i  float32[Hkv, S, D]   the caller's own buffer of layer i at full capacity, unused slots hidden by the mask
+    ids           int64[1, n]            the new nodes, in the target's numbering
+    positions     int64[1, n]            absolute position of each node
+    mask          float32[1, 1, n, S+n]  additive, 0 or -1e9; columns 0..S-1: past slots, then new nodes
+    rows          int64[m]               which of the new nodes want candidates
+    past_key_i    float32[Hkv, S, D]     the caller's buffer of layer i, whole; the mask hides unused slots
+    past_value_i  float32[Hkv, S, D]
     -> top_ids int32[m, K], top_logprobs float32[m, K]   best first, log-softmax over the draft's vocabulary
     -> new_kv  float32[L, 2, Hkv, n, D]                  keys and values of the new nodes alone
 
-The past is never copied or concatenated in the graph; the caller writes `new_kv` into slots of its choice. Unused slots must hold finite numbers.
-Not for: training (`distill`).
+The past is never copied or concatenated in the graph; the caller writes `new_kv` into slots of its choice. Unused slots
+must hold finite numbers. Not for: training (`distill`).
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from paceline.models.manifest import (
     save_manifest,
 )
 from paceline.models.runtime import GraphRunner
+from paceline.models.smooth import measure_peaks, smooth
 from paceline.models.store import read_json, write_bytes
 from paceline.models.tokenizer_hash import target_fingerprint, tokenizer_hash
 from paceline.shared.errors import ModelError
@@ -48,19 +50,26 @@ COPIED_FILES = (TOKENIZER_NAME, "tokenizer_config.json", CHAT_TEMPLATE_NAME)
 
 @dataclass(frozen=True, slots=True)
 class ExportSettings:
-    """bits of the layers and of the head: 32, 8 (per-channel int8) or 4 (blocks of int4)."""
+    """bits of the layers and of the head: 32, 8 (per-channel int8) or 4 (blocks of int4).
+
+    smoothing: strength of outlier migration before quantising, 0 for none.
+    """
 
     bits: int = 8
     head_bits: int = 8
     num_candidates: int = 32
     context_len: int = 8192
+    smoothing: float = 0.5
     min_agreement: float = 0.85
     num_check_tokens: int = 512
 
 
 @dataclass(frozen=True, slots=True)
 class QuantisationReport:
-    """The exported graph against torch in fp32: share of equal argmax, mean absolute error of the best log-probability, file sizes."""
+    """The exported graph against torch in fp32.
+
+    agreement: share of equal argmax; logprob_error: mean absolute error of the best candidate's log-probability.
+    """
 
     agreement: float
     logprob_error: float
@@ -82,7 +91,7 @@ def sample_text(draft: Draft, num_rows: int, row_len: int, seed: int) -> NDArray
 
 @torch.inference_mode()
 def compare(draft: Draft, model: bytes, texts: NDArray[np.int64], float_bytes: int) -> QuantisationReport:
-    """Runs int64[rows, len] texts through the exported graph (half as a prompt, half token by token) and through torch."""
+    """Runs int64[rows, len] texts through the graph (half as a prompt, half token by token) and through torch."""
     draft.eval()
     equal, errors = [], []
     runner = GraphRunner(model, capacity=texts.shape[1])
@@ -111,10 +120,14 @@ def build_graph(
 
     Raises: ModelError when the quantised graph agrees with fp32 on less than `min_agreement` of the argmaxes.
     """
-    weights = draft.weights(settings.num_candidates)
-    model: bytes = GraphBuilder(weights, settings.bits, settings.head_bits).build().SerializeToString()
     if texts is None:
-        texts = sample_text(draft, max(1, settings.num_check_tokens // CHECK_ROW_LEN), CHECK_ROW_LEN, seed=0)
+        texts = sample_text(draft, max(2, 2 * settings.num_check_tokens // CHECK_ROW_LEN), CHECK_ROW_LEN, seed=0)
+    # Outliers are measured on one half of the texts, the result is checked on the other.
+    measured, texts = texts[0::2], texts[1::2]
+    weights = draft.weights(settings.num_candidates)
+    if settings.bits != 32 and settings.smoothing:
+        weights = smooth(weights, *measure_peaks(draft, measured), settings.smoothing)
+    model: bytes = GraphBuilder(weights, settings.bits, settings.head_bits).build().SerializeToString()
     float_bytes = 4 * sum(parameter.numel() for parameter in draft.parameters())
     report = compare(draft, model, texts, float_bytes)
     if report.agreement < settings.min_agreement:

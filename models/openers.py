@@ -1,8 +1,8 @@
 """First words of user messages, from which the target goes on to write its own prompts.
 
-For variety only: a target that starts every message freely writes a few kinds of prompt again and again. Nothing here is
-a data set; each line is a few generic words. `SHORT` openers lead to a question or an order, `LONG` ones to a passage with a
-task (they get a larger token budget), `FOLLOW_UPS` open a second turn.
+For variety only: a target that starts every message freely writes a few kinds of prompt again and again. Nothing here
+is a data set; each line is a few generic words. `SHORT` openers lead to a question or an order, `LONG` ones to a
+passage with a task (they get a larger token budget), `FOLLOW_UPS` open a second turn.
 """
 
 from __future__ import annotations

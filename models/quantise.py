@@ -35,7 +35,7 @@ class BlockQuantised:
 
 
 def quantise_blocks(weight: Floats, bits: int, block_size: int = 32) -> BlockQuantised:
-    """Symmetric rounding per block of `block_size` inputs; of several clipping points the one with least squared error is kept.
+    """Symmetric rounding per block of `block_size` inputs, at the clipping point with the least squared error.
 
     Raises: ValueError when K is no multiple of the block size or bits is neither 4 nor 8.
     """
@@ -48,18 +48,19 @@ def quantise_blocks(weight: Floats, bits: int, block_size: int = 32) -> BlockQua
     best_scale = np.where(extreme == 0, np.float32(1), extreme / np.float32(-half)).astype(np.float32)
     best_error = _error(blocks, best_scale, half)
     for shrink in (0.95, 0.9, 0.85, 0.8) if bits == 4 else ():
-        scale = (best_scale if shrink == 0 else np.where(extreme == 0, 1, extreme * shrink / -half)).astype(np.float32)
+        scale = np.where(extreme == 0, 1, extreme * shrink / -half).astype(np.float32)
         error = _error(blocks, scale, half)
         better = error < best_error
         best_scale, best_error = np.where(better, scale, best_scale), np.where(better, error, best_error)
-    codes = (_codes(blocks, best_scale, half) + half).astype(np.uint8)
+    codes: NDArray[np.uint8] = (_codes(blocks, best_scale, half) + half).astype(np.uint8)
     if bits == 4:
-        codes = codes[..., 0::2] | (codes[..., 1::2] << 4)
+        codes = (codes[..., 0::2] | (codes[..., 1::2] << 4)).astype(np.uint8)
     return BlockQuantised(np.ascontiguousarray(codes), best_scale.astype(np.float32), bits, block_size)
 
 
 def _codes(blocks: Floats, scales: Floats, half: int) -> Floats:
-    return np.clip(np.rint(blocks / scales[..., None]), -half, half - 1)
+    codes: Floats = np.clip(np.rint(blocks / scales[..., None]), -half, half - 1)
+    return codes
 
 
 def _error(blocks: Floats, scales: Floats, half: int) -> Floats:

@@ -1,6 +1,7 @@
-"""Runs an exported draft graph the plain way: one text, past in a buffer, trees by mask. For export checks and offline evaluation.
+"""Runs an exported draft graph the plain way: one text, its past in a buffer, trees by mask.
 
-Not for: drafting in production (`paceline.client.drafting` keeps buffers, buckets and trees between calls).
+For export checks and offline evaluation. Not for: drafting in production (`paceline.client.drafting` keeps buffers,
+buckets and trees between calls).
 """
 
 from __future__ import annotations

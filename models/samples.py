@@ -1,13 +1,14 @@
-"""Training rows cut from a corpus: documents packed behind one shared prefix, with the target's labels mapped to the draft's vocabulary.
+"""Training rows cut from a corpus: documents packed behind one shared prefix, labels in the draft's vocabulary.
 
-A row is `prefix doc doc …`: every document sees the prefix and itself, and its positions go on from the prefix, exactly as when it
-stood alone, so the chat template is computed once a row. Rows of an epoch and their order are a pure function of (seed, epoch).
+A row is `prefix doc doc …`: every document sees the prefix and itself, and its positions go on from the prefix, exactly
+as when it stood alone, so the chat template is computed once a row. Rows of an epoch and their order are a pure
+function of (seed, epoch).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,9 @@ class Corpus:
         return len(self.offsets) - 1
 
     def is_held_out(self, document: int) -> bool:
-        return document % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
+        """Every 40th document is kept for measuring; every 4th of a corpus of a few."""
+        every = HELD_OUT_EVERY if self.num_documents >= 4 * HELD_OUT_EVERY else 4
+        return document % every == every - 1
 
     def documents(self, held_out: bool) -> list[int]:
         return [index for index in range(self.num_documents) if self.is_held_out(index) == held_out]
@@ -82,8 +85,8 @@ def rank_vocabulary(
 class Batch:
     """ids, positions int64[B, T]; mask additive float32[B, 1, T, T]; and labels for M of the positions.
 
-    at int64[M] indexes the flattened B*T positions; labels int64[M, K] are rows of the draft's head (0 where the mass is 0);
-    masses float32[M, K] the target's probabilities; weights float32[M].
+    at int64[M] indexes the flattened B*T positions; labels int64[M, K] are rows of the draft's head (0 where the mass
+    is 0); masses float32[M, K] the target's probabilities; weights float32[M].
     """
 
     ids: torch.Tensor
@@ -93,6 +96,9 @@ class Batch:
     labels: torch.Tensor
     masses: torch.Tensor
     weights: torch.Tensor
+
+    def to(self, device: torch.device) -> Batch:
+        return Batch(**{item.name: getattr(self, item.name).to(device) for item in fields(self)})
 
 
 class Packer:

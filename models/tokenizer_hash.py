@@ -1,7 +1,7 @@
 """One hash for "the same tokenizer", and one for "the same target", from files alone.
 
-Tokenizers are compared by what they mean (pieces, merges, added tokens), not by file bytes, and never by rows of an embedding:
-padded embeddings of one tokenizer are the same tokenizer. Standard library only, so that clients can check without torch.
+Tokenizers are compared by what they mean (pieces, merges, added tokens), not by file bytes, and never by rows of an
+embedding: padded embeddings of one tokenizer are the same tokenizer. No torch, so that clients can check.
 """
 
 from __future__ import annotations
