@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 
 from paceline.server import noise
 from paceline.server.verify import RandomDice, Verdict, argmax, distribution, first_argmax, match, multi_step, walk
-from paceline.server.warp import Rows, warp
+from paceline.server.warp import Rows, edit, finish, shortlist, warp
 from paceline.shared.errors import NumericsError, PacelineError, TreeError
 from paceline.shared.messages import Proposal, TokenLogprobs
+from paceline.shared.noise import gumbel
 from paceline.shared.sampling import SamplingParams, Verifier
 from paceline.shared.tree import TokenTree
 
@@ -125,24 +126,38 @@ class _View:
         depth = int(request.tree.depths[row - 1]) if row else 0
         return noise.Key(request.seed, request.choice, request.position + depth)
 
-    def scores(self, row: int) -> torch.Tensor:
-        """float32[V]: log p at one row, up to a constant."""
+    def scores(self, row: int) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """log p at one row, up to a constant: (None, float32[V]), or (ids, float32[k]) where filters leave few."""
         raw = self.logits[self.first + row]
         if _is_plain(self.request):
-            return raw.to(torch.float32)
-        return warp(raw.to(torch.float32, copy=True)[None], [_rows(self.request, row)])[0]
+            return None, raw.to(torch.float32)
+        rows = _rows(self.request, row)
+        scores = raw.to(torch.float32, copy=True)
+        edit(scores[None], [rows])
+        few = shortlist(scores, rows.sampling)
+        return few or (None, finish(scores[None], [rows])[0])
 
     def token(self, row: int) -> int:
         """The greedy or coupled choice at one row."""
-        scores = self.scores(row)
+        ids, scores = self.scores(row)
+        if ids is not None:
+            tokens = ids.cpu().numpy()
+            request, key = self.request, self.key(row)
+            extra = gumbel(request.seed, key.position, tokens, request.choice) if self.is_noisy else np.float32(0.0)
+            return int(tokens[first_argmax(scores.cpu().numpy() + extra)])
         if self.is_noisy:
             scores = scores + noise.gumbel([self.key(row)], len(scores), scores.device)[0]
         return first_argmax(scores.cpu().numpy())
 
     def probs(self, row: int) -> NDArray[np.float64]:
         """float64[V]: p at one row."""
-        scores = self.scores(row)
-        return distribution(torch.where(scores.isnan(), -torch.inf, scores).softmax(dim=-1).cpu().numpy())
+        ids, scores = self.scores(row)
+        p = torch.where(scores.isnan(), -torch.inf, scores).softmax(dim=-1).cpu().numpy()
+        if ids is None:
+            return distribution(p)
+        dense = np.zeros(self.logits.shape[1])
+        dense[ids.cpu().numpy()] = p
+        return distribution(dense)
 
 
 def _views(logits: torch.Tensor, requests: Sequence[Request]) -> list[_View]:
@@ -249,7 +264,9 @@ def _logprobs(
     if not rows:
         return {}
     table = logits[torch.tensor(rows, device=logits.device)].to(torch.float32)
-    table = torch.where(table.isnan(), -torch.inf, table).log_softmax(dim=-1)
+    if bool(table.amax(dim=-1).isnan().any()):
+        table.masked_fill_(table.isnan(), -torch.inf)
+    table = table.log_softmax(dim=-1)
     num_top = max(views[index].request.sampling.logprobs or 0 for index in wanted)
     tops = likeliest(table, num_top)
     tokens = torch.tensor([token for ids in wanted.values() for token in ids], device=logits.device)
@@ -268,9 +285,13 @@ def likeliest(table: torch.Tensor, count: int) -> list[list[tuple[int, float]]]:
     """For each row of float[r, V] its ``count`` largest entries as (id, value), best first, ties by lowest id."""
     if count == 0:
         return [[] for _ in range(table.shape[0])]
-    threshold = table.topk(min(count, table.shape[1])).values[:, -1:]
-    rows, ids = (table >= threshold).nonzero(as_tuple=True)
-    found: list[list[tuple[int, float]]] = [[] for _ in range(table.shape[0])]
-    for row, token, value in zip(rows.tolist(), ids.tolist(), table[rows, ids].tolist(), strict=True):
-        found[row].append((token, value))
+    best = table.topk(min(count + 1, table.shape[1]))
+    if count < table.shape[1] and bool((best.values[:, -1] == best.values[:, -2]).any()):
+        return [_likeliest_of(row, count) for row in table.cpu().numpy()]  # a tie at the cut: topk takes any of them
+    found = [list(zip(*pair, strict=True)) for pair in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
     return [sorted(row, key=lambda entry: (-entry[1], entry[0]))[:count] for row in found]
+
+
+def _likeliest_of(row: NDArray[np.float32], count: int) -> list[tuple[int, float]]:
+    order = np.lexsort((np.arange(len(row)), -row))[:count]
+    return [(int(token), float(row[token])) for token in order]

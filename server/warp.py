@@ -61,23 +61,56 @@ def warp(scores: torch.Tensor, groups: Sequence[Rows]) -> torch.Tensor:
     scores: float32[r, V], r the sum of the groups' counts, owned by the caller. Temperature 0 leaves the row as it is
     after the penalties: its argmax is the choice whatever the filters say.
     """
+    edit(scores, groups)
+    return finish(scores, groups)
+
+
+def finish(scores: torch.Tensor, groups: Sequence[Rows]) -> torch.Tensor:
+    """Temperature and filters on edited rows, in place."""
+    _heat(scores, [(group.sampling.temperature, group.count) for group in groups])
+    cuts = [_cut(group.sampling) for group in groups]
+    if any(cuts):
+        counts = [group.count for group in groups]
+        rows = np.flatnonzero(np.repeat([cut is not None for cut in cuts], counts))
+        limits = np.repeat(np.array([cut or (0.0, 1.0, 0.0) for cut in cuts]), counts, axis=0)[rows]
+        _filter(scores, rows, limits)
+    return scores
+
+
+def edit(scores: torch.Tensor, groups: Sequence[Rows]) -> None:
+    """Everything before temperature, in place: NaN, bias, penalties, the bar before ``min_tokens``."""
     _drop_nan(scores)
     _edit(scores, groups, _bias, lambda logits, bias: logits + bias)
     # Multiplicative before additive, as in vLLM and in the paper that defined it (CTRL, arXiv 1909.05858, section 4.1).
     _edit(scores, groups, _repeated, lambda logits, factor: torch.where(logits > 0, logits / factor, logits * factor))
     _edit(scores, groups, _penalties, lambda logits, penalty: logits - penalty)
     _edit(scores, groups, _barred, lambda logits, bar: torch.full_like(logits, -torch.inf))
-    _heat(scores, [(group.sampling.temperature, group.count) for group in groups])
-    filtered = [(group.sampling.top_k, group.sampling.top_p, group.sampling.min_p) for group in groups]
-    active = [
-        not group.sampling.is_greedy and cut != (0, 1.0, 0.0) for group, cut in zip(groups, filtered, strict=True)
-    ]
-    if any(active):
-        counts = [group.count for group in groups]
-        rows = np.flatnonzero(np.repeat(active, counts))
-        cuts = np.repeat(np.array(filtered, np.float64), counts, axis=0)[rows]
-        _filter(scores, rows, cuts)
-    return scores
+
+
+def shortlist(scores: torch.Tensor, sampling: SamplingParams) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """What the filters leave of one edited row, without rewriting the row: (int64[k] ascending ids, float32[k]).
+
+    The same tokens with the same bits as ``warp``. None where no filter is set, or where it takes the whole row: a cut
+    beyond the first candidates, a tie at the cut, a temperature near 0.
+    """
+    cut = _cut(sampling)
+    if cut is None or sampling.temperature < _COLD:
+        return None
+    # A tensor, not a number: dividing by a number may be done as multiplying by its reciprocal.
+    part = scores[None] / torch.full((1, 1), sampling.temperature, device=scores.device)
+    values, ids = part.topk(min(_NUM_CANDIDATES, part.shape[1]))
+    kept, sure = _num_kept(part, values, torch.tensor([cut], dtype=torch.float64, device=scores.device))
+    count = int(kept[0])
+    if not sure[0] or (count < values.shape[1] and values[0, count] == values[0, count - 1]):
+        return None
+    ordered = ids[0, :count].sort()
+    return ordered.values, values[0, ordered.indices]
+
+
+def _cut(sampling: SamplingParams) -> tuple[float, float, float] | None:
+    """(top_k, top_p, min_p), or None where no filter acts."""
+    cut = (float(sampling.top_k), sampling.top_p, sampling.min_p)
+    return None if sampling.is_greedy or cut == (0.0, 1.0, 0.0) else cut
 
 
 def _drop_nan(scores: torch.Tensor) -> None:

@@ -9,6 +9,9 @@ Not here: the bytes (``wire``), and where log q comes from (client drafting).
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from itertools import accumulate
+
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
@@ -102,13 +105,12 @@ def draw(proposal: Proposal, count: int, rng: np.random.Generator) -> NDArray[np
     Draws integers against integer weights, so the probabilities are exact. Every drawn token must become a node, in
     this order: leaving one out would bias the output (DESIGN.md section 6).
     """
-    weights = weights_of(proposal)
+    weights: list[int] = weights_of(proposal).tolist()
     left = WEIGHT_TOTAL
     drawn: list[int] = []
     for _ in range(min(count, len(weights))):
-        ticket = rng.integers(left)
-        index = int(np.searchsorted(np.cumsum(weights), ticket, side="right"))
+        index = bisect_right(list(accumulate(weights)), int(rng.integers(left)))
         drawn.append(int(proposal.token_ids[index]))
-        left -= int(weights[index])
+        left -= weights[index]
         weights[index] = 0
     return np.array(drawn, np.int32)
