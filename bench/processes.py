@@ -1,0 +1,153 @@
+"""Starts a server as a process of its own and pins processes to cores, for the demo and for real runs.
+
+Not here: what the processes do.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import IO, Self
+
+import httpx
+
+from paceline.shared.errors import LinkError
+
+READY_TIMEOUT_S = 180.0
+_POLL_S = 0.1
+_STOP_TIMEOUT_S = 10.0
+_TAIL_LINES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Cores:
+    """Which cores the server and the client get; empty where there is nothing to divide."""
+
+    server: tuple[int, ...] = ()
+    client: tuple[int, ...] = ()
+
+
+def divide_cores() -> Cores:
+    """All but the last core for the server, the last one for the client; nothing is pinned with one core."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    cores = sorted(affinity(0)) if affinity is not None else []
+    return Cores(tuple(cores[:-1]), (cores[-1],)) if len(cores) > 1 else Cores()
+
+
+def pin(cores: Sequence[int]) -> None:
+    """Keep this process (and what it starts from now on) to these cores, where the platform can."""
+    setter = getattr(os, "sched_setaffinity", None)
+    if cores and setter is not None:
+        setter(0, cores)
+
+
+def start_pinned(
+    command: Sequence[str], cores: Sequence[int], back_to: Sequence[int], **options: IO[bytes] | int | None
+) -> subprocess.Popen[bytes]:
+    """Start a process on some cores. Children inherit affinity, so this process goes there for a moment and back."""
+    environment: Mapping[str, str] = os.environ
+    if cores:
+        environment = {**os.environ, "OMP_NUM_THREADS": str(len(cores))}
+    pin(cores)
+    try:
+        return subprocess.Popen(list(command), env=environment, **options)  # type: ignore[call-overload,no-any-return]
+    finally:
+        pin(back_to)
+
+
+def free_port() -> int:
+    """A port of the loopback interface that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class ServerProcess:
+    """``paceline serve`` on a free port; ready when ``start`` returns, gone when the context ends."""
+
+    def __init__(self, model: str, cores: Cores, extra: Sequence[str] = ()) -> None:
+        self.port = free_port()
+        self._command = [sys.executable, "-m", "paceline.shared.cli", "serve", "--model", model]
+        self._command += ["--port", str(self.port), "--log-level", "warning", *extra]
+        self._cores = cores
+        self._log: IO[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return f"http://127.0.0.1:{self.port}"
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def start(self, timeout_s: float = READY_TIMEOUT_S) -> None:
+        """Start it and wait until it is ready. Raises ``LinkError`` with its last words if it is not in time."""
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115
+        self._process = start_pinned(
+            self._command,
+            self._cores.server,
+            self._cores.client,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=self._log,
+        )
+        try:
+            self._wait_ready(timeout_s)
+        except BaseException:
+            self.stop()
+            raise
+
+    def _wait_ready(self, timeout_s: float) -> None:
+        assert self._process is not None
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            code = self._process.poll()
+            if code is not None:
+                raise LinkError(f"the server ended with code {code} before it was ready: {self._last_words()}")
+            try:
+                if httpx.get(f"{self.url}/readyz", timeout=1.0, trust_env=False).status_code == httpx.codes.OK:
+                    return
+            except httpx.HTTPError:
+                pass
+            time.sleep(_POLL_S)
+        raise LinkError(f"expected the server to be ready within {timeout_s:g} s: {self._last_words()}")
+
+    def _last_words(self) -> str:
+        if self._log is None:
+            return ""
+        self._log.seek(0)
+        lines = self._log.read().decode(errors="replace").strip().splitlines()
+        return "; ".join(line.removeprefix("error: ") for line in lines[-_TAIL_LINES:]) or "it said nothing"
+
+    def kill(self) -> None:
+        """End it at once, as a crash would."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def stop(self) -> None:
+        """Ask it to end, and make it end."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(_STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                self.kill()
+        if self._log is not None:
+            self._log.close()
+            self._log = None
