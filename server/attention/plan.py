@@ -27,6 +27,7 @@ class SegmentPlan:
     sequence: the pool's handle.
     cached_len: keys before its own rows; all rows see all of them, windows aside.
     positions: int64[rows], of its rows; key j < cached_len has position j.
+    num_chain: leading rows that form a causal chain (all of them where ``is_chain``); the nodes of a tree follow.
     visible: bool[rows, rows], which of the segment's own rows each row sees: a causal chain, then the tree. None for a
         single row and for ``is_chain``.
     is_chain: whether the rows are a plain causal chain without nodes.
@@ -35,6 +36,7 @@ class SegmentPlan:
     rows: slice
     sequence: int
     cached_len: int
+    num_chain: int
     positions: NDArray[np.int64]
     visible: NDArray[np.bool_] | None
     is_chain: bool
@@ -161,6 +163,7 @@ def plan_step(batch: Batch, pool: KVPool) -> StepPlan:
                 rows=slice(row, row + num_rows),
                 sequence=segment.sequence,
                 cached_len=segment.cached_len,
+                num_chain=num_rows if visible is None else len(segment.token_ids),
                 positions=_segment_positions(segment),
                 visible=visible,
                 is_chain=visible is None,

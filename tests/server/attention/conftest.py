@@ -12,10 +12,11 @@ import pytest
 import torch
 import transformers
 from numpy.typing import NDArray
+from transformers import PreTrainedModel
+
 from paceline.server.loading import LoadOptions, make_target
 from paceline.server.target import HFTarget
 from paceline.shared.tree import TokenTree
-from transformers import PreTrainedModel
 
 VOCAB = 97
 WINDOW = 8

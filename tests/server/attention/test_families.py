@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from paceline.server.batch import Batch, Segment
 from paceline.shared.tree import TokenTree
 
