@@ -14,7 +14,7 @@ from paceline.bench.costs import PRESETS, DraftTime, step_time_of
 from paceline.bench.page import check_plot_path, write_plot
 from paceline.bench.prompts import load_prompts
 from paceline.bench.recording import RecordingSet
-from paceline.bench.report import as_json, meta, table, write_text
+from paceline.bench.report import TABLE_WIDTH, as_json, meta, table, write_text
 from paceline.shared.errors import ParameterError, UsageError
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -152,7 +152,8 @@ def bench(
             draft_ms=draft_ms,
             seed=seed,
         )
-    Console().print(table(results.rows))
+    out = Console()
+    Console(width=max(out.width, TABLE_WIDTH)).print(table(results.rows))
     for line in about["caveats"]:
         console.print(f"- {line}", highlight=False)
     if json_path is not None:

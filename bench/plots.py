@@ -118,17 +118,13 @@ def timeline(results: Results, methods: Sequence[str] = ("tree", "paceline")) ->
 def timeline_panel(axes: Axes, served: Served, title: str) -> None:
     """One lane per kind of work; ticks on top are tokens that arrive."""
     lanes = list(_LANES)
-    for span in served.spans:
-        begin, end = span.begin_s - served.opened_at, span.end_s - served.opened_at
-        if begin > TIMELINE_S:
-            continue
-        level = len(lanes) - 1 - lanes.index(span.lane)
-        is_frame = span.lane in (Lane.UP, Lane.DOWN)
+    for level, lane in enumerate(reversed(lanes)):
+        is_frame = lane in (Lane.UP, Lane.DOWN)
         height = 0.25 if is_frame else 0.7
         axes.broken_barh(
-            [(1e3 * begin, max(1e3 * (end - begin), 0.3))],
+            _bars(served, lane),
             (level - height / 2, height),
-            color=_LANE_COLOURS[span.lane],
+            color=_LANE_COLOURS[lane],
             alpha=0.5 if is_frame else 0.85,
             linewidth=0,
         )
@@ -139,3 +135,9 @@ def timeline_panel(axes: Axes, served: Served, title: str) -> None:
     axes.set_xlim(0, 1e3 * TIMELINE_S)
     axes.set_ylim(-0.6, len(lanes) - 0.1)
     axes.set_title(f"{title}: one generation (numbers: tokens that arrive)", fontsize=9)
+
+
+def _bars(served: Served, lane: Lane) -> list[tuple[float, float]]:
+    """(begin, length) in ms of what happened in a lane while the timeline lasts."""
+    shown = [span for span in served.spans if span.lane is lane and span.begin_s - served.opened_at <= TIMELINE_S]
+    return [(1e3 * (s.begin_s - served.opened_at), max(1e3 * (s.end_s - s.begin_s), 0.3)) for s in shown]

@@ -20,11 +20,15 @@ CAVEATS = (
 )
 
 
+TABLE_WIDTH = 132
+"""Characters that the table needs; a narrower terminal wraps its lines instead of losing columns."""
+
+
 def table(rows: Sequence[Row]) -> Table:
     """One line per row; cells apart by a rule."""
     made = Table(title="speed against the server alone (higher is better)", title_justify="left")
     for name in ("rtt ms", "step ms", "method"):
-        made.add_column(name, justify="left" if name == "method" else "right")
+        made.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
     for name in ("tok/s", "speed-up", "ttft s", "itl p50 ms", "itl p95 ms", "tok/step", "B up/tok", "B down/tok"):
         made.add_column(name, justify="right")
     made.add_column("shape")

@@ -1,0 +1,130 @@
+"""The table of verifiers on a scripted pair: a Markov target, and a drafter that knows it with an error."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from paceline.bench.forest import DraftedText, ScoredText, grow
+from paceline.bench.verifiers import METHODS, Effort, draft_forest, markdown, measure_text, shape_names, summarise
+from paceline.client.drafting.drafter import Candidates, DraftRequest
+from paceline.client.drafting.ranking import make_ranking
+from paceline.server.scripted import ScriptedTarget
+from paceline.shared.sampling import SamplingParams, Verifier
+
+VOCAB_SIZE = 48
+NUM_CANDIDATES = 32
+
+
+class MarkovDrafter:
+    """Proposes by the last token alone. Implements the client's ``Drafter`` and, statelessly, ``DraftSequence``."""
+
+    name = "markov"
+    is_instant = True
+    max_context = 4096
+    chunk_len = 7
+
+    def __init__(self, logits):
+        self.logprobs = torch.log_softmax(torch.from_numpy(logits), -1).numpy()
+        self.num_calls = 0
+
+    def start(self):
+        return self
+
+    def close(self):
+        pass
+
+    def expand(self, request: DraftRequest) -> Candidates:
+        self.num_calls += 1
+        last = [int(request.token_ids[-1])] if request.wants_anchor else []
+        tokens = [*last, *request.tokens.tolist()]
+        order = np.argsort(-self.logprobs[tokens], axis=1, kind="stable")[:, :NUM_CANDIDATES]
+        return Candidates(
+            order.astype(np.int32), np.take_along_axis(self.logprobs[tokens], order, axis=1).astype(np.float32)
+        )
+
+
+@pytest.fixture(scope="module")
+def pair():
+    rng = np.random.default_rng(0)
+    table = (rng.normal(size=(VOCAB_SIZE, VOCAB_SIZE)) * 2.0).astype(np.float32)
+    noise = rng.normal(size=table.shape).astype(np.float32)
+    return ScriptedTarget(lambda context: table[context[-1]], VOCAB_SIZE), MarkovDrafter(table + noise), table
+
+
+def text(table, length, temperature=1.0, seed=0):
+    rng = np.random.default_rng(seed)
+    tokens = [1]
+    for _ in range(length):
+        p = np.exp(table[tokens[-1]].astype(np.float64) / temperature)
+        tokens.append(int(rng.choice(VOCAB_SIZE, p=p / p.sum())))
+    return np.array(tokens[:5], np.int32), np.array(tokens[5:], np.int32)
+
+
+def test_trees_have_the_shapes_of_the_table(pair):
+    _, drafter, table = pair
+    prompt, _ = text(table, 20)
+    drafts = DraftedText(drafter.start(), drafter.chunk_len)
+    drafts.move_to(prompt)
+    forest = draft_forest(drafts, len(prompt), 1.0, 2)
+    assert {shape for shape, _ in forest} == set(shape_names())
+    for (shape, kind), trees in forest.items():
+        assert len(trees) == (1 if kind is Verifier.NAIVE else 2)
+        for tree in trees:
+            assert tree.tree.duplicate_sibling() is None
+            assert [tuple(tree.tree.tokens[tree.tree.path(node)].tolist()) for node in range(len(tree.tree))] == list(
+                tree.paths
+            )
+            if shape.startswith("width"):
+                width = int(shape[-1])
+                assert np.bincount(tree.tree.depths)[1:].tolist() == [1, 1, *[width] * 6]
+            else:
+                assert len(tree.tree) == 32
+            parents = set((tree.tree.parents + 1).tolist())
+            assert parents <= set(tree.proposals) if kind is Verifier.MSS else not tree.proposals
+
+
+def test_every_path_is_drafted_once_and_scored_like_the_target(pair):
+    target, drafter, table = pair
+    prompt, output = text(table, 30)
+    drafts, scores = DraftedText(drafter.start(), drafter.chunk_len), ScoredText(target)
+    for place in (0, 3, 9):
+        known = np.concatenate([prompt, output[:place]])
+        drafts.move_to(known)
+        ranking = make_ranking(Verifier.COUPLED, SamplingParams(temperature=1.0, seed=place))
+        trees = [grow(drafts, ranking, len(known), [3, 2, 2]) for _ in range(2)]
+        calls = drafter.num_calls
+        assert trees[0].tree == trees[1].tree
+        grow(drafts, ranking, len(known), [3, 2, 2])
+        assert drafter.num_calls == calls
+        logits = scores.score(known, trees)(trees[1])
+        expected = table[[known[-1], *trees[1].tree.tokens]]
+        assert np.array_equal(logits.numpy(), expected)
+    scores.close()
+
+
+def test_the_table_orders_the_verifiers_on_a_pair_that_agrees_half_way(pair):
+    target, drafter, table = pair
+    lengths = {}
+    for seed in range(6):
+        prompt, output = text(table, 60, seed=seed)
+        measure_text(target, drafter, prompt, output, 1.0, Effort(stride=2), lengths)
+    rows = summarise(1.0, lengths)
+    assert [row["tree"] for row in rows] == shape_names()
+    for row in rows:
+        assert row["mss_over_naive_same_trees"] > 1.05
+        assert all(value > 1.2 for value in row["tokens_per_step"].values())
+    assert rows[-1]["coupled_over_naive_best_trees"] > 1.05
+    page = markdown(rows)
+    assert len(page.splitlines()) == 2 + len(rows)
+    assert all(name in page for name in METHODS)
+
+
+def test_at_temperature_zero_all_verifiers_walk_the_same_path(pair):
+    target, drafter, table = pair
+    lengths = {}
+    prompt, output = text(table, 40, temperature=0.01)
+    measure_text(target, drafter, prompt, output, 0.0, Effort(stride=3), lengths)
+    for row in summarise(0.0, lengths):
+        assert len(set(row["tokens_per_step"].values())) == 1
