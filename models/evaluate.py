@@ -1,8 +1,8 @@
 """Offline evaluation: replays text that the target wrote and counts what trees of the draft would have had accepted.
 
-Greedy text needs no target here: it is its own answer at every node. Each step drafts a tree behind the committed text, follows the
-recorded tokens down the tree, and commits one more (the bonus token). Not for: sampled text, several drafters, or the client's policy,
-which need the real verifier (`paceline.bench`).
+Greedy text needs no target here: it is its own answer at every node. Each step drafts a tree behind the committed text,
+follows the recorded tokens down the tree, and commits one more (the bonus token). Not for: sampled text, several
+drafters, or the client's policy, which need the real verifier (`paceline.bench`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class TreeDrafter:
         self.runner, self.shape = runner, shape
 
     def grow(self, anchor_ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Appends the committed tokens whose past is missing and drafts behind them: tokens and parents (-1: anchor)."""
+        """Appends committed tokens whose past is missing, drafts behind them: tokens and parents (-1: anchor)."""
         runner, shape = self.runner, self.shape
         candidates = runner.append(anchor_ids, want_all=False)
         capacity, base = runner.kv.shape[3], runner.len
