@@ -25,6 +25,7 @@ from paceline.bench import prompts as shipped_prompts
 from paceline.bench.forest import MAX_CHILDREN, Drafted, DraftedText, ScoredText, grow
 from paceline.bench.prompts import load_prompts
 from paceline.bench.recorder import complete_all, prompt_ids
+from paceline.client.drafting.drafter import Drafter
 from paceline.client.drafting.onnx_ssm import OnnxDrafter
 from paceline.client.drafting.ranking import make_ranking
 from paceline.models.catalogue import find_bundle, find_target
@@ -103,7 +104,7 @@ def run_verifier_bench(
 
 def measure_text(
     target: Target,
-    drafter: OnnxDrafter,
+    drafter: Drafter,
     prompt: NDArray[np.int32],
     output: NDArray[np.int32],
     temperature: float,
