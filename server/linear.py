@@ -50,7 +50,7 @@ class PackedLinear(nn.Module):
 
 def can_pack() -> bool:
     """Whether this build of torch has both libraries."""
-    return torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
+    return bool(torch.backends.mkl.is_available()) and bool(torch.backends.mkldnn.is_available())
 
 
 def pack_linears(model: nn.Module, max_bytes: int) -> int:

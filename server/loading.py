@@ -82,7 +82,7 @@ def load_target(
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelError(f"cannot load the model {name_or_path}: {_first_line(error)}") from error
     if quantize is None:
-        model = model.to(torch_device)
+        torch.nn.Module.to(model, torch_device)  # in place
     return make_target(model, name_or_path, options, folder=where)
 
 

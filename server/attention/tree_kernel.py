@@ -26,7 +26,7 @@ _WORD_BITS = 64
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _tree_attention(
+def _tree_attention(  # type: ignore[no-untyped-def]
     query,  # [T, H, D]
     keys,  # [KV, slots, D]
     values,  # [KV, slots, D]
