@@ -81,7 +81,7 @@ class Client:
         await uplink.start()
         self._uplink = uplink
         try:
-            await self._prepare(uplink.link.welcome)
+            await self._prepare(uplink.welcome)
         except BaseException:
             await self.close()
             raise
@@ -105,7 +105,7 @@ class Client:
     @property
     def welcome(self) -> Welcome:
         """What the server said about itself. Raises ``LinkError`` without a connection."""
-        return self._link_of().link.welcome
+        return self._link_of().welcome
 
     @property
     def text(self) -> TextCodec:
@@ -192,7 +192,7 @@ class Client:
             wanted = replace(wanted, seed=secrets.randbits(SEED_BITS))
         task = Task(self.encode(prompt), wanted, pick_verifier(verifier, wanted), choice=choice)
         uplink = self._link_of()
-        welcome = uplink.link.welcome
+        welcome = uplink.welcome
         controller = Controller(welcome.step_time, welcome.limits, can_switch=not self.settings.always_draft)
         policy: Policy = StaticPolicy(self.settings.expansion) if self.settings.expansion else BestFirstPolicy()
         acceptance = self._acceptance.setdefault(task.verifier, Acceptance())

@@ -57,9 +57,12 @@ OnProgress = Callable[[Progress], None]
 
 
 def fits(manifest: Manifest, welcome: Welcome) -> bool:
-    """Whether a bundle was made for the target that a server has."""
-    tokenizer_fits = not welcome.tokenizer or manifest.tokenizer_hash == welcome.tokenizer
-    return tokenizer_fits and (not welcome.fingerprint or manifest.target.fingerprint == welcome.fingerprint)
+    """Whether a bundle was made for the target that a server has; one that says nothing of itself has no bundle."""
+    if welcome.tokenizer and manifest.tokenizer_hash != welcome.tokenizer:
+        return False
+    if welcome.fingerprint:
+        return manifest.target.fingerprint == welcome.fingerprint
+    return bool(welcome.tokenizer)
 
 
 def find_local_bundle(welcome: Welcome) -> Bundle | None:

@@ -7,6 +7,7 @@ is silent but alive (U061). Not here: what to do when the link is lost (``transp
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Self
@@ -139,7 +140,8 @@ async def _open(address: ServerAddress, api_key: str | None, settings: LinkSetti
     except InvalidHandshake as error:
         raise LinkError(f"expected a Paceline server at {address.base}, got: {error}") from error
     except OSError as error:
-        raise LinkError(f"cannot connect to {address.base}: {error.strerror or error}") from error
+        reason = os.strerror(error.errno).lower() if error.errno and error.errno > 0 else str(error)
+        raise LinkError(f"cannot connect to {address.base}: {reason}") from error
 
 
 def _refusal(address: ServerAddress, status: int) -> PacelineError:

@@ -91,9 +91,12 @@ class GenerationStream:
         """Open, and yield events until the end. Raises what the server or the link reported."""
         self.session.generation = self._uplink.register(self)
         self._sequences = [drafter.start() for drafter in self._drafters]
-        self._observe_rtt(self._uplink.link.rtt_s)
         try:
-            self.session.open(self._clock())
+            # Without a link the port's registration brings one back, and the generation opens then.
+            self._is_linked = self._uplink.is_linked
+            if self._is_linked:
+                self._observe_rtt(self._uplink.link.rtt_s)
+                self.session.open(self._clock())
             self._pump()
             while not self.session.is_done:
                 happened = await self._inbox.get()

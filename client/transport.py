@@ -71,7 +71,7 @@ class Uplink:
         self._numbers = itertools.count()
         self._queue: asyncio.Queue[tuple[Link, bytes]] = asyncio.Queue()
         self._link: Link | None = None
-        self._failure: PacelineError | None = None
+        self._welcome: Welcome | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._wanted = asyncio.Event()
         self._turn = 0
@@ -79,11 +79,21 @@ class Uplink:
     @property
     def link(self) -> Link:
         """The present link. Raises ``LinkError`` while there is none."""
-        if self._failure is not None:
-            raise self._failure
         if self._link is None:
             raise LinkError(f"no connection to {self._names()} at the moment")
         return self._link
+
+    @property
+    def is_linked(self) -> bool:
+        """Whether there is a link now. Without one, whoever registers a port brings it back."""
+        return self._link is not None
+
+    @property
+    def welcome(self) -> Welcome:
+        """What the server said about itself when it was last reached. Raises ``LinkError`` before ``start``."""
+        if self._welcome is None:
+            raise LinkError(f"no connection to {self._names()} yet")
+        return self._welcome
 
     def _names(self) -> str:
         return ", ".join(address.base for address in self._addresses)
@@ -133,26 +143,29 @@ class Uplink:
 
     async def _run(self) -> None:
         while True:
-            link = self._link
-            assert link is not None
-            try:
-                await self._read(link)
-            except PacelineError as error:
-                _LOG.info("%s", error)
-            await link.close()
-            self._link = None
-            for port in list(self._ports.values()):
-                port.on_lost()
+            if self._link is not None:
+                await self._serve(self._link)
             await self._wanted.wait()
             try:
                 self._link = await self._reconnect()
             except PacelineError as error:
-                self._failure = error
-                for port in list(self._ports.values()):
+                for number, port in list(self._ports.items()):
+                    self.forget(number)
                     port.on_failed(error)
-                return
+                continue
             for port in list(self._ports.values()):
                 port.on_restored(self._link)
+
+    async def _serve(self, link: Link) -> None:
+        """Until the link is lost."""
+        try:
+            await self._read(link)
+        except PacelineError as error:
+            _LOG.info("%s", error)
+        await link.close()
+        self._link = None
+        for port in list(self._ports.values()):
+            port.on_lost()
 
     async def _read(self, link: Link) -> None:
         async for received in link.messages():
@@ -185,6 +198,7 @@ class Uplink:
                 error = failure
                 continue
             self._turn = (self._turn + offset) % len(self._addresses)
+            self._welcome = link.welcome
             return link
         raise error
 
