@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, DynamicCache, GenerationConfig
 
 from paceline.models.catalogue import find_target
 from paceline.server.batch import Batch, Segment
@@ -141,10 +141,14 @@ def _one_stream(target: HFTarget, peer: Any, num_tokens: int, rounds: int) -> di
 def _eight_streams(target: HFTarget, peer: Any, num_tokens: int, rounds: int) -> dict[str, float]:
     prompts = [_ids(10 + stream, PROMPT_LEN, target.info.vocab_size) for stream in range(NUM_STREAMS)]
     settings = GenerationConfig(max_new_tokens=num_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    # By default it takes most of the machine's memory for its cache; this is ample for what runs here.
+    memory = ContinuousBatchingConfig(num_blocks=4 * NUM_STREAMS, max_batch_tokens=NUM_STREAMS * PROMPT_LEN)
     lists = [prompt.tolist() for prompt in prompts]
 
     def generate_batch() -> object:
-        return peer.generate_batch(inputs=lists, generation_config=settings, progress_bar=False)
+        return peer.generate_batch(
+            inputs=lists, generation_config=settings, continuous_batching_config=memory, progress_bar=False
+        )
 
     def paceline() -> object:
         return decode_greedily(target, prompts, num_tokens)
