@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.server.warp import Rows, warp
+from paceline.server.warp import Rows, shortlist, warp
 from paceline.shared.sampling import SamplingParams
 from paceline.shared.warp import warp as warp_row
 
@@ -181,3 +181,24 @@ def test_the_oracle_itself_by_hand():
     assert np.exp(warp_row([5, 6, 7], [1.0, np.nan, 1.0], SamplingParams())).tolist() == [1.0, 0.0, 0.0]
     assert (warp_row([1, 2], [np.nan, -np.inf], SamplingParams(temperature=1.0)) == -np.inf).all()
     assert len(warp_row([], [], SamplingParams(temperature=1.0))) == 0
+
+
+@pytest.mark.parametrize("spread", [0.5, 2.0, 4.0])
+@pytest.mark.parametrize("params", [{"top_p": 0.9}, {"top_k": 40}, {"top_k": 1500, "top_p": 0.99}, {"min_p": 0.05}])
+def test_a_short_list_holds_the_same_tokens_with_the_same_bits(params, spread):
+    logits = torch.randn(9000, generator=torch.Generator().manual_seed(3)) * spread
+    sampling = SamplingParams(temperature=0.7, **params)
+    whole = warp(logits[None].clone(), [rows(sampling)])[0]
+    few = shortlist(logits, sampling)
+    kept_ids = torch.isfinite(whole).nonzero()[:, 0]
+    if few is None:
+        assert len(kept_ids) >= 4096
+    else:
+        assert torch.equal(few[0], kept_ids)
+        assert torch.equal(few[1], whole[kept_ids])
+
+
+def test_a_short_list_leaves_ties_at_the_cut_and_plain_rows_to_the_whole_row():
+    assert shortlist(torch.zeros(600), SamplingParams(temperature=1.0, top_k=5)) is None
+    assert shortlist(torch.randn(600), SamplingParams(temperature=1.0)) is None
+    assert shortlist(torch.randn(600), SamplingParams(top_k=5)) is None
