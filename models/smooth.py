@@ -88,7 +88,8 @@ def _smooth_layer(weights: DraftWeights, layer: LayerWeights, peaks: LayerPeaks,
 
     def share(values: Floats) -> Floats:
         by_head = values.reshape(shape.num_kv_heads, groups, shape.head_dim)
-        return np.broadcast_to(by_head.max(axis=1, keepdims=True), by_head.shape).reshape(-1)
+        shared: Floats = np.broadcast_to(by_head.max(axis=1, keepdims=True), by_head.shape).reshape(-1)
+        return shared
 
     on_qkv = _scale(peaks.qkv, layer.qkv, strength)
     on_out = _scale(peaks.out, layer.out, strength, share)

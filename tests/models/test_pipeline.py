@@ -103,13 +103,13 @@ def test_replay_counts_what_a_perfect_and_a_useless_draft_earn() -> None:
 
     target = tiny_model("llama")
     texts = [(prompt, greedy(target, prompt, 21)) for prompt in ([1, 2, 3], [40, 7])]
-    shape = TreeShape(num_nodes=64, num_levels=6, width=2, branching=2)
-    perfect = GraphRunner(GraphBuilder(make_draft().weights(), 32, 32).build().SerializeToString(), 64)
+    shape = TreeShape(num_nodes=200, num_levels=6, width=8, branching=4)
+    perfect = GraphRunner(GraphBuilder(make_draft().weights(), 32, 32).build().SerializeToString(), 96)
     good = replay(perfect, texts, shape)
     assert good.tokens_per_step == 7 and good.top1 == 1 and good.num_tokens == 42
     words = np.setdiff1d(np.arange(VOCAB_SIZE), [token for _, answer in texts for token in answer])
     blind = Draft.from_target(target, (0,), words).eval()
-    useless = replay(GraphRunner(GraphBuilder(blind.weights(), 32, 32).build().SerializeToString(), 64), texts, shape)
+    useless = replay(GraphRunner(GraphBuilder(blind.weights(), 32, 32).build().SerializeToString(), 96), texts, shape)
     assert useless.tokens_per_step == 1 and useless.top5 == 0
 
 
