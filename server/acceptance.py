@@ -16,8 +16,13 @@ MIN_RATE = 0.01
 PROBE_NODES = 4
 FIRST_PROBE_STEPS = 16
 MAX_PROBE_STEPS = 256
+RELAXATION = 0.05
 _PRIOR_STEPS = 2.0
 _NUM_BUCKETS = 12
+
+
+def _prior_rate(bucket: int) -> float:
+    return 0.5 / float(1 << bucket) ** 0.8
 
 
 def bucket_of(rank: int) -> int:
@@ -30,13 +35,20 @@ class Acceptance:
 
     def __init__(self) -> None:
         self._judged = [_PRIOR_STEPS * max(1, 1 << max(bucket - 1, 0)) for bucket in range(_NUM_BUCKETS)]
-        self._accepted = [judged * 0.5 / (1 << bucket) ** 0.8 for bucket, judged in enumerate(self._judged)]
+        self._accepted = [judged * _prior_rate(bucket) for bucket, judged in enumerate(self._judged)]
         self._seen = [False] * _NUM_BUCKETS
         self._best = 1.0
 
     def rate(self, rank: int) -> float:
         """The chance that the node of this rank is accepted."""
         return self._rate(bucket_of(rank))
+
+    def _relax(self, bucket: int) -> None:
+        """Ranks that nobody tried lately drift back to what the prior says, so that they get another chance."""
+        prior = _PRIOR_STEPS * max(1, 1 << max(bucket - 1, 0))
+        rate = min(_prior_rate(bucket), self._best)
+        self._judged[bucket] += RELAXATION * (prior - self._judged[bucket])
+        self._accepted[bucket] += RELAXATION * (prior * rate - self._accepted[bucket])
 
     def _rate(self, bucket: int) -> float:
         """Of ranks never judged so far: what the prior says, but no more than the best of those that were."""
@@ -55,6 +67,8 @@ class Acceptance:
                 self._judged[bucket] = MEMORY * self._judged[bucket] + judged[bucket]
                 self._accepted[bucket] = MEMORY * self._accepted[bucket] + hits[bucket]
                 self._seen[bucket] = True
+            elif self._seen[bucket]:
+                self._relax(bucket)
         self._best = max((self._rate(bucket) for bucket in range(_NUM_BUCKETS) if self._seen[bucket]), default=1.0)
 
     def expected(self, num_nodes: int) -> float:

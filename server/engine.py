@@ -106,8 +106,7 @@ class Engine:
         """
         if self.find(key) is not None:
             raise ProtocolError(f"expected a new generation number, got {key[1]}, which is in use")
-        places = self.settings.max_running + self.settings.max_queue
-        if self.num_running + self.num_waiting >= places:
+        if self.num_running + self.num_waiting >= self.settings.max_running + self.settings.max_queue:
             state = f"{self.num_running} generations run and {self.num_waiting} wait"
             raise BusyError(f"expected room in the queue (max_queue={self.settings.max_queue}), but {state}", 1.0)
         generation = Generation(request, self.rules, self.settings.limits)
@@ -141,8 +140,8 @@ class Engine:
         self._roster.remove(participant)
         self.counters.num_cancelled += 1
         if not quiet:
-            at, empty = participant.generation.length, np.zeros(0, np.int32)
-            self._outbox.append((key, Commit(key[1], at, empty, 0, 0, 0, 0.0, FinishReason.CANCELLED)))
+            nothing = (participant.generation.length, np.zeros(0, np.int32), 0, 0, 0, 0.0)
+            self._outbox.append((key, Commit(key[1], *nothing, FinishReason.CANCELLED)))
 
     def disconnect(self, connection: int) -> None:
         """Frees everything that belonged to a connection."""

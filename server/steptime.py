@@ -11,7 +11,7 @@ from paceline.shared.messages import StepTime
 
 _DECAY = 0.98
 _ANCHOR_ROWS = (1.0, 32.0)
-_ANCHOR_WEIGHT = 0.5
+_ANCHOR_WEIGHT = 0.1
 _OUTLIER = 5.0
 """A step that took this many times longer than expected says more about a pause of the machine than about its rows."""
 

@@ -28,24 +28,18 @@ from paceline.shared.errors import LimitError, ModelError, PacelineError, Parame
 from paceline.shared.sampling import SamplingParams
 
 KEEP_ALIVE_S = 10.0
+"""A comment goes out after so many seconds without a token, so that proxies keep the stream open."""
 MAX_CHOICES_PER_REQUEST = 128
 _SSE_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no", "connection": "keep-alive"}
 
 
 class OpenAIRoutes:
-    """The handlers. ``keep_alive_s``: a comment goes out after so long without a token."""
+    """The handlers."""
 
-    def __init__(
-        self,
-        driver: EngineDriver,
-        settings: ServerSettings,
-        metrics: ServerMetrics,
-        keep_alive_s: float = KEEP_ALIVE_S,
-    ) -> None:
+    def __init__(self, driver: EngineDriver, settings: ServerSettings, metrics: ServerMetrics) -> None:
         self._driver = driver
         self._settings = settings
         self._metrics = metrics
-        self._keep_alive_s = keep_alive_s
         self._started = int(time.time())
 
     async def models(self) -> Response:
@@ -116,7 +110,7 @@ class OpenAIRoutes:
 
     async def _collect(self, job: Job, answer: Answer) -> dict[str, Any]:
         async with job:
-            async for delta in job.deltas(self._keep_alive_s):
+            async for delta in job.deltas(KEEP_ALIVE_S):
                 if delta is not None:
                     answer.add(delta)
         self._observe(job)
@@ -126,7 +120,7 @@ class OpenAIRoutes:
         try:
             for chunk in answer.opening(job.num_choices, usage_chunk):
                 yield _event(chunk)
-            async for delta in job.deltas(self._keep_alive_s):
+            async for delta in job.deltas(KEEP_ALIVE_S):
                 if delta is None:
                     yield b": keep-alive\n\n"
                     continue

@@ -2,20 +2,44 @@
 
 from __future__ import annotations
 
+import asyncio
 import heapq
 import itertools
 import random
+import signal
+import threading
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 
+import httpx
 import numpy as np
 import pytest
+import websockets
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from paceline.server.app import ServerState
+from paceline.server.driver import EngineDriver, Served
 from paceline.server.engine import Engine, EngineSettings
 from paceline.server.plan import StepPlan, Wake
 from paceline.server.scripted import ScriptedTarget, markov
-from paceline.shared.messages import ANCHOR_ID, Cancel, Commit, Fault, Grow, Limits, Open, StepTime
+from paceline.server.serving import bind, run_server
+from paceline.server.settings import make_settings
+from paceline.server.text import TargetText
+from paceline.shared.messages import (
+    ANCHOR_ID,
+    PROTOCOL_VERSION,
+    Cancel,
+    Commit,
+    Fault,
+    Grow,
+    Hello,
+    Limits,
+    Open,
+    StepTime,
+)
 from paceline.shared.sampling import SamplingParams, Verifier
+from paceline.shared.wire import decode, encode
 
 MODEL = StepTime(0.03, 0.0005)
 Frame = list[tuple[int, int]]
@@ -251,3 +275,103 @@ def lab():
         Limits=Limits,
         Verifier=Verifier,
     )
+
+
+TEMPLATE = (
+    "{% for message in messages %}{% if message.role not in ['system', 'user', 'assistant'] %}"
+    "{{ raise_exception('unknown role') }}{% endif %}"
+    "<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+START_ID, END_ID, BYTE_VOCAB = 256, 257, 258
+
+
+@pytest.fixture(scope="session")
+def byte_text(tmp_path_factory):
+    """A tokenizer with a token for each byte and two control tokens, and a chat template."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    vocabulary = {piece: index for index, piece in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    return TargetText(folder / "tokenizer.json", folder / "chat_template.jinja")
+
+
+def letter_logits(text, *, seed=0, step_s=0.0, end_at=None):
+    """Random letters; the end of text at ``end_at`` tokens of context; each row takes ``step_s``."""
+    base = markov(BYTE_VOCAB, seed, spread=2.0)
+    letters = np.full(BYTE_VOCAB, -200.0, np.float32)
+    letters[text.encode("abcdefghijklmnopqrstuvwxyz ,.", 99)] = 0.0
+
+    def next_logits(context):
+        if step_s:
+            time.sleep(step_s)
+        logits = base(context) + letters
+        if end_at is not None and len(context) >= end_at:
+            logits[END_ID] = 500.0
+        return logits
+
+    return next_logits
+
+
+class RunningServer:
+    """A real server with a scripted target on a free loopback port, in the test's event loop."""
+
+    def __init__(self, text, logits, *, engine_settings=None, max_context=512, **settings):
+        self.target = ScriptedTarget(
+            logits, BYTE_VOCAB, eos_token_ids=(END_ID,), max_context=max_context, name="scripted", block_size=4
+        )
+        self.settings = make_settings(port=0, **{"grace": 2.0, **settings})
+        engine_settings = engine_settings or EngineSettings(
+            max_running=self.settings.max_running, max_queue=self.settings.max_queue, step_time=StepTime(0.001, 0.0001)
+        )
+        self.gate = threading.Event()
+        self.gate.set()
+
+        def load():
+            self.gate.wait()
+            return Served(Engine(self.target, engine_settings, text.decode), "fingerprint", text)
+
+        self.state = ServerState(self.settings, EngineDriver(load, stall_s=self.settings.stall_timeout))
+
+    async def __aenter__(self):
+        self.listener = bind(self.settings)
+        self.port = self.listener.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.task = asyncio.create_task(run_server(self.settings, self.state, self.listener))
+        for _ in range(2000):
+            if not self.gate.is_set() or self.state.driver.health != "loading" or self.task.done():
+                break
+            await asyncio.sleep(0.005)
+        await asyncio.sleep(0.05)
+        return self
+
+    async def __aexit__(self, *_):
+        self.gate.set()
+        if not self.task.done() and not self.state.is_draining:
+            signal.raise_signal(signal.SIGTERM)
+        self.code = await asyncio.wait_for(self.task, 20)
+        self.listener.close()
+
+    def connect(self, **options):
+        return websockets.connect(self.url.replace("http", "ws") + "/v1/stream", proxy=None, **options)
+
+    async def hello(self, socket):
+        await socket.send(encode(Hello(PROTOCOL_VERSION, "test")))
+        return decode(await socket.recv())
+
+    def http(self, **options):
+        return httpx.AsyncClient(base_url=self.url, trust_env=False, timeout=20, **options)
+
+
+@pytest.fixture
+def serve(byte_text):
+    """Makes running servers: ``async with serve(step_s=0.01, max_running=1) as server``."""
+
+    def make(*, step_s=0.0, end_at=None, seed=0, **options):
+        return RunningServer(byte_text, letter_logits(byte_text, seed=seed, step_s=step_s, end_at=end_at), **options)
+
+    return make

@@ -1,0 +1,156 @@
+"""Rows of a step: decoding first, nodes shared fairly, prefill in what is left."""
+
+from __future__ import annotations
+
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.server.acceptance import Acceptance, NodeBudget
+from paceline.server.patience import Patience
+from paceline.server.scheduler import Candidate, StepLimits, min_rate, schedule
+from paceline.server.steptime import StepTimeModel
+from paceline.shared.messages import StepTime
+
+MODEL = StepTime(0.03, 0.0005)
+candidates = st.builds(
+    Candidate,
+    num_missing=st.integers(1, 300),
+    num_live=st.integers(0, 300),
+    max_nodes=st.integers(0, 128),
+    num_verified=st.integers(0, 10_000),
+)
+
+
+@given(st.lists(candidates, max_size=20), st.integers(1, 512))
+def test_every_schedule_keeps_its_bounds_and_moves(group: list[Candidate], max_rows: int) -> None:
+    shares = schedule(group, StepLimits(max_rows=max_rows), MODEL)
+    assert sum(share.num_tokens + share.num_nodes for share in shares) <= max_rows
+    for candidate, share in zip(group, shares, strict=True):
+        assert 0 <= share.num_tokens <= candidate.num_missing
+        assert 0 <= share.num_nodes <= min(candidate.num_live, candidate.max_nodes)
+        if share.num_nodes:
+            assert share.num_tokens == candidate.num_missing
+    if group:
+        assert sum(share.num_tokens for share in shares) >= 1
+    decoding = [share for candidate, share in zip(group, shares, strict=True) if candidate.num_missing == 1]
+    if len(decoding) <= max_rows:
+        assert all(share.num_tokens == 1 for share in decoding)
+
+
+def test_node_rows_are_shared_equally_and_the_rest_goes_to_the_least_served() -> None:
+    group = [Candidate(1, 100, 100, 900), Candidate(1, 100, 100, 10), Candidate(1, 3, 100, 0)]
+    shares = schedule(group, StepLimits(max_rows=3 + 44), MODEL)
+    nodes = [share.num_nodes for share in shares]
+    assert nodes[2] == 3
+    assert sum(nodes) == 44
+    assert 0 <= nodes[1] - nodes[0] <= 1
+
+
+def test_prefill_is_short_while_others_decode_and_long_alone() -> None:
+    limits = StepLimits(max_rows=1024, prefill_step_s=0.08)
+    busy = schedule([Candidate(1, 0, 0, 0), Candidate(2000, 0, 0, 0)], limits, MODEL)
+    assert busy[0].num_tokens == 1
+    assert MODEL.at(1 + busy[1].num_tokens) <= 0.081
+    alone = schedule([Candidate(2000, 0, 0, 0)], limits, MODEL)
+    assert alone[0].num_tokens == 1024
+
+
+def test_a_node_must_pay_more_as_generations_join() -> None:
+    rates = [min_rate(MODEL, count, 0.5 * count, 8 * count) for count in (1, 4, 32, 128)]
+    assert rates == sorted(rates)
+    assert rates[0] < 0.05 < rates[-1]
+
+
+def test_budget_follows_what_ranks_are_worth() -> None:
+    acceptance = Acceptance()
+    for _ in range(60):
+        acceptance.observe(range(16), [0, 2])
+    assert acceptance.rate(0) > 0.9
+    assert acceptance.rate(1) < 0.1
+    assert 3 <= acceptance.paying_nodes(0.2, 64) <= 4
+    assert acceptance.paying_nodes(0.2, 2) <= 2
+    assert 1.5 < acceptance.expected(16) < 2.5
+
+
+def test_wrong_drafter_is_cut_and_probed_less_and_less_often() -> None:
+    budget = NodeBudget(64)
+    probes = []
+    for step in range(600):
+        nodes = budget.update(0.02)
+        budget.observe(range(nodes), [])
+        if step > 100 and nodes:
+            assert nodes <= 4
+            probes.append(step)
+    gaps = [later - earlier for earlier, later in itertools.pairwise(probes)]
+    assert len(probes) >= 3
+    assert gaps == sorted(gaps)
+
+
+def test_budget_comes_back_when_probes_hit() -> None:
+    budget = NodeBudget(64)
+    for _ in range(200):
+        budget.observe(range(budget.update(0.02)), [])
+    assert budget.current <= 4
+    for _ in range(80):
+        nodes = budget.update(0.02)
+        budget.observe(range(nodes), range(nodes))
+    assert budget.update(0.02) >= 32
+
+
+def test_step_time_model_finds_the_line_and_survives_a_pause() -> None:
+    model = StepTimeModel(StepTime(0.1, 0.01))
+    for index in range(400):
+        rows = 1 + index * 7 % 60
+        model.observe(rows, 0.02 + 0.001 * rows)
+    assert abs(model.current.base_s - 0.02) < 0.004
+    assert abs(model.current.per_row_s - 0.001) < 0.0003
+    model.observe(5, 30.0)
+    assert model.current.at(5) < 0.1
+
+
+def test_model_with_one_size_of_step_stays_sane() -> None:
+    model = StepTimeModel(StepTime(0.03, 0.001))
+    for _ in range(100):
+        model.observe(1, 0.031)
+    assert 0.02 < model.current.at(1) < 0.04
+    assert 0.0 <= model.current.per_row_s < 0.002
+
+
+def run_patience(patience: Patience, gap: float, *, steps: int, step: float = 0.04) -> float:
+    """Commits every step; a draft arrives ``gap`` after each. Returns the wait offered at the end."""
+    now = 0.0
+    for _ in range(steps):
+        patience.on_commit(now, has_nodes=False)
+        if gap < step:
+            patience.on_nodes(now + gap)
+        now += step
+    patience.on_commit(now, has_nodes=False)
+    return patience.hold_until(StepTime(step, 0.0), accepted_per_step=2.0) - now
+
+
+def test_patience_waits_only_for_drafts_that_come_soon_and_surely() -> None:
+    assert 0.003 <= run_patience(Patience(None), 0.003, steps=30) < 0.02
+    assert run_patience(Patience(None), 0.03, steps=30) < 0
+    assert run_patience(Patience(None), 9.0, steps=30) < 0
+    assert run_patience(Patience(None), 0.003, steps=2) < 0
+
+
+def test_a_vain_wait_ends_adaptive_patience_soon() -> None:
+    patience = Patience(None)
+    run_patience(patience, 0.003, steps=30)
+    now = 100.0
+    for vain in range(4):
+        patience.on_commit(now + vain, has_nodes=False)
+    assert patience.hold_until(StepTime(0.04, 0.0), 2.0) < now
+
+
+def test_a_wish_is_kept_to_the_letter() -> None:
+    strict, eager = Patience(0.5), Patience(0.0)
+    for patience in (strict, eager):
+        patience.on_commit(10.0, has_nodes=False)
+    assert strict.hold_until(MODEL, 0.0) == 10.5
+    assert eager.hold_until(MODEL, 5.0) == 10.0
+    assert strict.is_strict
+    assert not eager.is_strict
