@@ -7,6 +7,7 @@ than it saves.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 MEMORY = 0.95
@@ -22,7 +23,7 @@ _NUM_BUCKETS = 12
 
 
 def _prior_rate(bucket: int) -> float:
-    return 0.5 / float(1 << bucket) ** 0.8
+    return 0.5 / math.pow(2.0, 0.8 * bucket)
 
 
 def bucket_of(rank: int) -> int:
