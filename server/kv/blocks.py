@@ -21,6 +21,8 @@ from numpy.typing import NDArray
 ROOT_HASH = b""
 """The hash before a sequence's first block."""
 
+_HEADROOM_PARTS = 8
+
 
 def chain_hash(parent: bytes, token_ids: NDArray[np.int32]) -> bytes:
     """Names a full block by everything that its KV depends on: the block's tokens and all tokens before it."""
@@ -93,20 +95,22 @@ class BlockTable:
             self._block_of[block_hash] = block
             self._hash_of[block] = block_hash
 
-    def allocate(self, after: int | None) -> int:
-        """A block to write, held once: ``after + 1`` if free, else the start of the roomiest free run, else the least
-        recently used cached block. The caller has checked that ``num_free + num_cached`` is enough.
+    def allocate(self, after: int | None, count: int = 1) -> int:
+        """A block to write, held once: ``after + 1`` if free, else the start of the roomiest free run.
+
+        count: blocks that the caller will ask for in a row. It has checked that ``num_free + num_cached`` is enough.
         """
-        if self._num_free == 0:
-            self._evict()
         if after is not None and after + 1 < len(self._free) and self._free[after + 1]:
-            block = after + 1
-        else:
-            block = self._roomiest_start()
-        self._free[block] = False
-        self._num_free -= 1
-        self._refs[block] = 1
-        return block
+            return self._take(after + 1)
+        self._make_headroom(count + len(self._free) // _HEADROOM_PARTS)
+        return self._take(self._roomiest_start(count))
+
+    def allocate_run(self, count: int) -> list[int] | None:
+        """``count`` consecutive blocks, each held once, or None if no free run is that long."""
+        start = self._roomiest_start(count)
+        if start + count > len(self._free) or not self._free[start : start + count].all():
+            return None
+        return [self._take(block) for block in range(start, start + count)]
 
     def clear_cache(self) -> None:
         """Forgets all published content: blocks that nobody holds become free."""
@@ -115,14 +119,33 @@ class BlockTable:
         self._hash_of.clear()
         self._block_of.clear()
 
-    def _roomiest_start(self) -> int:
-        """Where a new run begins: in the longest free run, half way in if a held block before it may still grow."""
+    def _roomiest_start(self, count: int) -> int:
+        """Where a new run of ``count`` begins: in the longest free run, half way in if a held block before it may
+        still grow and the second half is enough.
+        """
         edges = np.diff(np.concatenate(([0], self._free.view(np.int8), [0])))
         starts, ends = np.flatnonzero(edges == 1), np.flatnonzero(edges == -1)
+        if not len(starts):
+            return len(self._free)
         longest = int(np.argmax(ends - starts))
         start, end = int(starts[longest]), int(ends[longest])
         grows_into_it = start > 0 and self._refs[start - 1] > 0
-        return start + (end - start) // 2 if grows_into_it else start
+        half = (end - start) // 2
+        return start + half if grows_into_it and end - start - half >= count else start
+
+    def _make_headroom(self, wanted: int) -> None:
+        """Evicts old content until ``wanted`` blocks are free, as far as there is any.
+
+        Callers want more than they take: block by block would scatter every new run over single gaps.
+        """
+        while self._num_free < wanted and self._unheld:
+            self._evict()
+
+    def _take(self, block: int) -> int:
+        self._free[block] = False
+        self._num_free -= 1
+        self._refs[block] = 1
+        return block
 
     def _evict(self) -> None:
         block, _ = self._unheld.popitem(last=False)

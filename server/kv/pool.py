@@ -139,6 +139,8 @@ class KVPool:
         copies = [i for i in copies if i < needed]
         if max(needed - len(state.blocks), 0) + len(copies) > self._table.num_free + self._table.num_cached:
             return False
+        if self._wants_compaction(state, needed) and self._compact(state, needed):
+            return True
         if needed < len(state.blocks):
             self._table.release(state.blocks[needed:])
             del state.blocks[needed:]
@@ -146,7 +148,8 @@ class KVPool:
         for index in copies:
             self._copy_on_write(state, index)
         while len(state.blocks) < needed:
-            self._append(state, self._table.allocate(state.blocks[-1] if state.blocks else None))
+            last = state.blocks[-1] if state.blocks else None
+            self._append(state, self._table.allocate(last, needed - len(state.blocks)))
         return True
 
     def commit(self, sequence: int, base_len: int, rows: Sequence[int]) -> int:
@@ -234,6 +237,23 @@ class KVPool:
         state.contiguous = self._is_contiguous(state.blocks)
         # The copy is not the published block: what is written into it must be published anew.
         del state.hashes[index:]
+
+    def _wants_compaction(self, state: _Sequence, needed: int) -> bool:
+        """On a CPU scattered blocks are gathered in every layer of every step: one move is cheaper if there is room."""
+        return self.data.device.type == "cpu" and not state.contiguous and self._table.num_free >= 2 * needed
+
+    def _compact(self, state: _Sequence, needed: int) -> bool:
+        """Moves a generation to ``needed`` consecutive blocks of its own; False if no free run is that long."""
+        run = self._table.allocate_run(needed)
+        if run is None:
+            return False
+        positions = np.arange(state.length, dtype=np.int64)
+        start = run[0] * self.block_size
+        source = torch.from_numpy(self._slots(state, positions))
+        self.data[:, :, :, start : start + state.length] = self.data.index_select(3, source)
+        self._table.release(state.blocks)
+        state.blocks, state.contiguous = run, True
+        return True
 
     @staticmethod
     def _is_contiguous(blocks: list[int]) -> bool:

@@ -142,6 +142,35 @@ def test_eviction_takes_the_least_recently_used_end_first() -> None:
     assert pool.open(5, ids(*new, 9)) == BLOCK
 
 
+def test_scattered_generation_moves_together_when_there_is_room() -> None:
+    pool = make_pool(16)
+    for handle in range(16):
+        fill(pool, handle, ids(handle, 1, 2, 3))
+    for handle in (3, 9):
+        pool.free(handle)
+    assert pool.reserve(0, 3 * BLOCK)
+    write(pool, 0, 4, [4, 5, 6, 7, 8])
+    pool.commit(0, 4, range(5))
+    assert pool.first_slot(0) is None
+    for handle in range(1, 16):
+        pool.free(handle)
+    assert pool.reserve(0, 3 * BLOCK + 1)
+    assert pool.first_slot(0) is not None
+    assert read(pool, 0) == [0, 1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def test_a_full_cache_makes_way_in_runs_not_in_gaps() -> None:
+    pool = make_pool(64)
+    rng = np.random.default_rng(1)
+    for handle in range(60):
+        text = rng.integers(1, 1000, 40).astype(np.int32)
+        fill(pool, handle, text)
+        assert pool.first_slot(handle) is not None
+        pool.publish(handle, text)
+        pool.free(handle)
+    assert pool.num_cached_blocks > 40
+
+
 def test_poison_spares_what_counts() -> None:
     pool = make_pool()
     fill(pool, 1, ids(1, 2, 3, 4, 5))
