@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from paceline.client.drafting.acceptance import Acceptance
 from paceline.client.drafting.drafter import ANCHOR_KEY, Candidates, Drafter, DraftRequest
 from paceline.client.drafting.live_tree import ALL_DRAFTERS, ANCHOR_ROW, UNSENT, LiveTree
-from paceline.client.drafting.policy import CallCost, Choice, Conditions, Policy, Rows
+from paceline.client.drafting.policy import CallCost, Choice, Conditions, Policy, Prospect, Rows
 from paceline.client.drafting.ranking import Ranked, Ranking, Situation
 from paceline.shared.errors import ProtocolError
 from paceline.shared.messages import ANCHOR_ID, ClientMessage, Grow, Proposal
@@ -80,6 +80,10 @@ class Growth:
     def is_asked(self, drafter: int) -> bool:
         """Whether the drafter has a request out."""
         return self._out[drafter] is not None
+
+    def prospect(self, drafter: int, conditions: Conditions, cost: CallCost) -> Prospect:
+        """What the next call of a drafter is expected to bring."""
+        return self._policy.prospect(self.tree, drafter, conditions, cost)
 
     def next_request(
         self, drafter: int, conditions: Conditions, cost: CallCost, *, probes: bool

@@ -27,11 +27,12 @@ from paceline.client.drafting.acceptance import Acceptance
 from paceline.client.drafting.controller import Controller
 from paceline.client.drafting.drafter import Candidates, Drafter, DraftRequest
 from paceline.client.drafting.live_tree import LiveTree
-from paceline.client.drafting.policy import BestFirstPolicy, Conditions, Policy
+from paceline.client.drafting.policy import BestFirstPolicy, Conditions, Policy, Prospect
 from paceline.client.drafting.ranking import make_ranking
 from paceline.client.events import Event, Failed, Finished, Started, Tokens
 from paceline.client.faults import error_from_fault
 from paceline.client.growth import Growth, join_frames
+from paceline.client.hold import Hold
 from paceline.shared.errors import PacelineError, ProtocolError
 from paceline.shared.messages import (
     Cancel,
@@ -39,6 +40,7 @@ from paceline.shared.messages import (
     Commit,
     Fault,
     FinishReason,
+    Grow,
     Open,
     Opened,
     ServerMessage,
@@ -115,6 +117,9 @@ class ClientSession:
         )
         self._asked_at = [0.0] * len(self._drafters)
         self._retired: set[int] = set()
+        self._hold = Hold(self._growth.tree, self.controller, self._prospect)
+        models = [number for number, drafter in enumerate(self._drafters) if not drafter.is_instant]
+        self._main_drafter = models[0] if models else None
         self._outbox: list[ClientMessage] = []
         self._is_open = False
 
@@ -197,21 +202,20 @@ class ClientSession:
 
     def receive(self, message: ServerMessage, now: float) -> list[Event]:
         """Take a message of this generation. Raises ``ProtocolError`` for a commit that does not continue the text."""
-        del now
         if self.is_done:
             return []
         match message:
             case Opened():
                 return [Started(message.cached_tokens)]
             case Commit():
-                return self._commit(message)
+                return self._commit(message, now)
             case Fault():
                 self.error = error_from_fault(message)
                 return [Failed(self.error)]
             case _:
                 raise ProtocolError(f"expected opened, commit or fault, got {type(message).__name__.lower()}")
 
-    def _commit(self, commit: Commit) -> list[Event]:
+    def _commit(self, commit: Commit, now: float) -> list[Event]:
         events: list[Event] = []
         num_known = self._num_known(commit)
         fresh = commit.tokens[num_known:]
@@ -227,7 +231,15 @@ class ClientSession:
             self.finish = commit.finish
             events.append(Finished(commit.finish))
         self._grow()
+        if self._main_drafter is not None and not self.is_done:
+            call = self.controller.call_cost(self._main_drafter)
+            self._hold.on_commit(now, call.base_s + call.per_row_s)
         return events
+
+    def _prospect(self) -> Prospect:
+        """What the next call of the main drafter is expected to bring."""
+        number = self._main_drafter or 0
+        return self._growth.prospect(number, self._conditions(number), self.controller.call_cost(number))
 
     def _num_known(self, commit: Commit) -> int:
         """How many of a commit's tokens are held. Exactly once, by position: gaps and other texts are refused."""
@@ -246,9 +258,13 @@ class ClientSession:
         """Work for drafter number ``drafter``, or None: it has a request out, or there is nothing worth asking."""
         if self.is_done or self._growth.is_asked(drafter) or self.max_depth(drafter) < 1 or drafter in self._retired:
             return None
+        if drafter == self._main_drafter:
+            self._hold.on_ask(now)
         request = self._growth.next_request(
             drafter, self._conditions(drafter), self.controller.call_cost(drafter), probes=self.controller.probes
         )
+        if request is None and drafter == self._main_drafter:
+            self._hold.on_answer()
         self._asked_at[drafter] = now
         return request
 
@@ -258,6 +274,8 @@ class ClientSession:
         Raises ``ProtocolError`` if it has none out.
         """
         request = self._growth.answered(drafter)
+        if drafter == self._main_drafter:
+            self._hold.on_answer()
         num_rows = len(request.token_ids) + len(request.keys)
         if num_rows <= _MAX_TIMED_ROWS:
             self.controller.observe_call(drafter, num_rows, now - self._asked_at[drafter])
@@ -269,14 +287,18 @@ class ClientSession:
     def retire(self, drafter: int) -> None:
         """A drafter broke: never ask it again. The text goes on with the others, or plain."""
         self._retired.add(drafter)
+        if drafter == self._main_drafter:
+            self._main_drafter = None
 
     def _conditions(self, drafter: int | None = None) -> Conditions:
         return self.controller.conditions(self.max_depth(drafter), drafter or 0)
 
     def outgoing(self, now: float) -> list[ClientMessage]:
         """What is to be sent now, in order. Frames that directly follow each other travel as one."""
-        del now
         messages, self._outbox = self._outbox, []
+        if self._main_drafter is not None and not self.is_done and self._hold.is_held(now):
+            self._outbox = [message for message in messages if isinstance(message, Grow)]
+            messages = [message for message in messages if not isinstance(message, Grow)]
         return join_frames(messages, self._welcome.limits.max_frame_nodes)
 
     def _grow(self) -> None:

@@ -94,6 +94,21 @@ class Controller:
         """The latest estimate of the link's round trip time."""
         self._rtt_s = max(0.0, rtt_s)
 
+    @property
+    def rtt_s(self) -> float:
+        """The round trip time that counts now."""
+        return self._rtt_s
+
+    @property
+    def step_s(self) -> float:
+        """The server's recent step time."""
+        return max(self._step_s.value, 1e-6)
+
+    @property
+    def coverage(self) -> float:
+        """Chance that some candidate comes true, guessed from how often the first one does."""
+        return min(1.0, self._follow.value + 0.25)
+
     def observe_call(self, drafter: int, rows: int, seconds: float) -> None:
         """A drafter call of that many rows took that long."""
         self._calls.setdefault(drafter, _LineFit(CallCost())).observe(max(1, rows), seconds)
@@ -154,7 +169,7 @@ class Controller:
 
     def conditions(self, max_depth: int, drafter: int = 0) -> Conditions:
         """The conditions of this moment. max_depth: what remaining output and context allow."""
-        step_s = max(self._step_s.value, 1e-6)
+        step_s = self.step_s
         rows = 1.0 + self._scored.value
         threshold = self._tokens_per_step.value * self._step_time.per_row_s / self._step_time.at(rows)
         lateness = (self._rtt_s + self.call_cost(drafter).base_s) / step_s

@@ -77,11 +77,23 @@ class Choice:
         return not self.anchor and not len(self.rows)
 
 
+@dataclass(frozen=True, slots=True)
+class Prospect:
+    """What the next call is expected to bring: accepted tokens (an upper bound), and how long it takes."""
+
+    gain: float
+    seconds: float
+
+
 class Policy(Protocol):
     """A rule for growing the tree."""
 
     def select(self, tree: LiveTree, drafter: int, conditions: Conditions, cost: CallCost) -> Choice:
         """What drafter number ``drafter`` should expand in its next call."""
+        ...
+
+    def prospect(self, tree: LiveTree, drafter: int, conditions: Conditions, cost: CallCost) -> Prospect:
+        """What the call that ``select`` would make is worth."""
         ...
 
     def max_children(self, depths: NDArray[np.int32]) -> NDArray[np.int32]:
@@ -148,6 +160,11 @@ class StaticPolicy:
         level = rows[tree.depths[rows] == tree.depths[rows].min()]
         return Choice(_with_ancestors(tree, level, drafter), anchor=False)
 
+    def prospect(self, tree: LiveTree, drafter: int, conditions: Conditions, cost: CallCost) -> Prospect:
+        choice = self.select(tree, drafter, conditions, cost)
+        count = len(choice.rows) + choice.anchor
+        return Prospect(np.inf if count else 0.0, cost.base_s + cost.per_row_s * count)
+
     def send(self, tree: LiveTree, conditions: Conditions) -> Rows:
         if not conditions.sends:
             return _NO_ROWS
@@ -167,8 +184,19 @@ class BestFirstPolicy:
 
     def select(self, tree: LiveTree, drafter: int, conditions: Conditions, cost: CallCost) -> Choice:
         anchor = not tree.anchor_expanded & (1 << drafter)
+        rows, _ = self._rank(tree, drafter, conditions, cost)
+        return Choice(_with_ancestors(tree, rows, drafter) if len(rows) else rows, anchor)
+
+    def prospect(self, tree: LiveTree, drafter: int, conditions: Conditions, cost: CallCost) -> Prospect:
+        rows, gain = self._rank(tree, drafter, conditions, cost)
+        if not tree.anchor_expanded & (1 << drafter):
+            return Prospect(1.0, cost.base_s + cost.per_row_s)
+        return Prospect(gain, cost.base_s + cost.per_row_s * len(rows))
+
+    def _rank(self, tree: LiveTree, drafter: int, conditions: Conditions, cost: CallCost) -> tuple[Rows, float]:
+        """The rows whose expansion yields most per second, and what they may yield together."""
         if not conditions.sends or int(tree.sent.sum()) >= conditions.max_nodes:
-            return Choice(_NO_ROWS, anchor)
+            return _NO_ROWS, 0.0
         rows = np.flatnonzero(_expandable(tree, drafter, conditions.max_depth))
         open_mass = np.maximum(1.0 - tree.child_mass()[rows + 1], 0.0)
         # A candidate below a row is worth at most this much; so is the call that finds it.
@@ -176,12 +204,12 @@ class BestFirstPolicy:
         worth = gains >= conditions.least_value
         rows, gains = rows[worth], gains[worth]
         if not len(rows):
-            return Choice(_NO_ROWS, anchor)
+            return _NO_ROWS, 0.0
         order = np.argsort(-gains, kind="stable")[: self._max_call_rows]
         total_gain = np.cumsum(gains[order])
         seconds = cost.base_s + cost.per_row_s * np.arange(1, len(order) + 1)
         count = int(np.argmax(total_gain / seconds)) + 1
-        return Choice(_with_ancestors(tree, rows[order[:count]], drafter), anchor)
+        return rows[order[:count]], float(total_gain[count - 1])
 
     def send(self, tree: LiveTree, conditions: Conditions) -> Rows:
         room = conditions.max_nodes - int(tree.sent.sum())
