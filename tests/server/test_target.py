@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,13 @@ def test_packed_linear_equals_the_stock_layer(rows: int, bias: bool) -> None:
     inputs = torch.randn(1, rows, 48)
     with torch.inference_mode():
         torch.testing.assert_close(holder(inputs), linear(inputs, stock.weight, stock.bias), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.skipif(find_spec("torchao") is not None, reason="torchao is installed")
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_quantisation_without_its_library_says_what_to_install(save: Save, kind: str) -> None:
+    with pytest.raises(UsageError, match="pip install torchao"):
+        load_target(str(save()), device="cpu", quantize=kind)
 
 
 def test_linears_stay_stock_without_the_memory() -> None:
