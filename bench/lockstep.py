@@ -85,6 +85,7 @@ def run_lockstep(
             policy = settings.make_policy() if settings.make_policy else None
             session = ClientSession(number, task, welcome, drafters, policy=policy)
             running[number] = _Stream(number, session, [drafter.start() for drafter in drafters])
+            session.controller.observe_rtt(2 * settings.delay * ROUND_S)
             session.open(round_number * ROUND_S)
         _round(engine, running, settings, round_number)
         for number in [number for number, stream in running.items() if stream.session.is_done]:
