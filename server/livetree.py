@@ -216,6 +216,10 @@ class LiveTree:
         if len(wrong):
             node = int(wrong[0])
             raise TreeError(f"expected a parent in -1..{ids[node] - 1} for node {ids[node]}, got {frame.parents[node]}")
+        # Late nodes are not kept, so that repeats among them show here or nowhere.
+        drafters = np.zeros(count, np.uint8) if frame.drafters is None else frame.drafters
+        if len(set(zip(frame.parents.tolist(), frame.tokens.tolist(), drafters.tolist(), strict=True))) < count:
+            raise TreeError("expected distinct siblings, got a token twice below one parent in one frame")
 
     def _position_below(self, parent: int, at: int) -> int | None:
         """The position that a child of ``parent`` proposes for; None if the parent is dead."""

@@ -82,6 +82,9 @@ def test_one_drafter_may_not_repeat_a_sibling_in_any_frame() -> None:
                 tree.grow(grow(1, FIRST, [second[0]], [second[1]]), [], FIRST)
         else:
             tree.grow(grow(1, FIRST, [second[0]], [second[1]]), [], FIRST)
+    late = LiveTree(Limits(), VOCAB, aliases=True)
+    with pytest.raises(TreeError, match="twice below one parent"):
+        late.grow(grow(0, FIRST, [1, 1], [-1, -1]), [2, 3], FIRST)
     tree = LiveTree(Limits(), VOCAB, aliases=True)
     both = np.array([0, 1], np.uint8)
     assert tree.grow(grow(0, FIRST, [1, 1], [-1, -1], drafters=both), [], FIRST).num_joined == 2
@@ -134,7 +137,7 @@ def test_limits_are_typed_errors() -> None:
 def test_memory_is_bounded_under_endless_late_frames() -> None:
     tree = LiveTree(Limits(), VOCAB, aliases=True)
     committed = [1] * 10
-    for number in range(200):
-        tree.grow(grow(number * 50, FIRST, [1, 2] * 25, [-1] * 50), committed, FIRST)
+    for number in range(5000):
+        tree.grow(grow(number * 2, FIRST, [1, 2], [-1, -1]), committed, FIRST)
     assert tree.num_path_names <= MAX_PATH_NAMES
     assert len(tree) == 0
