@@ -23,9 +23,13 @@ from paceline.shared.messages import Commit, Limits, StepTime
 _SMOOTH = 0.9
 _FIRST_NODES = 12
 """Nodes that may be live before the first commits tell what they are worth."""
+_SPARE = 3.0
+"""Nodes sent for each one that the server would score: those that die before their step cost it nothing."""
 _TRIAL_COMMITS = 8
 _PROVEN_COMMITS = 48
 _MAX_BACKOFF = 4
+_LEAST_SPEED_UP = 0.98
+"""A measured loss: below it speculation goes off, however often its guesses come true."""
 _LEAST_GAIN = 0.03
 _COMEBACK_FOLLOW = 0.08
 _MAX_DUTY = 8
@@ -145,7 +149,8 @@ class Controller:
             self._num_failures = 0
         if self._since_switch < wait:
             return
-        if self.is_on and self.speed_up < 1.0 + min(_LEAST_GAIN, row_share + 0.01):
+        is_hopeless = self._follow.value < _COMEBACK_FOLLOW and self.speed_up < 1.0 + min(_LEAST_GAIN, row_share + 0.01)
+        if self.is_on and (is_hopeless or self.speed_up < _LEAST_SPEED_UP):
             rate = max(0.0, self._tokens_per_step.value - 1.0)
             self._num_failures += 1
             self._set(False, f"off (acceptance {rate:.2f}, est. speed-up {self.speed_up:.2f}x)")
@@ -175,7 +180,7 @@ class Controller:
         lateness = (self._rtt_s + self.call_cost(drafter).base_s) / step_s
         in_flight = 1.0 + self._rtt_s / step_s
         budget = self._limits.max_frame_nodes if self._node_budget is None else self._node_budget
-        nodes = min(self._limits.max_live_nodes, int(budget * in_flight))
+        nodes = min(self._limits.max_live_nodes, int(_SPARE * budget * in_flight))
         if self._num_commits < _TRUST_COMMITS:
             nodes = min(nodes, _FIRST_NODES)
         return Conditions(

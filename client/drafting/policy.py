@@ -6,6 +6,8 @@ pay, and sends every candidate that is worth its row in the server's batch.
 
 A node that reaches the server after its position was committed can only connect deeper ones. So a node shallower than
 the *lateness* (in tokens) is worth what a typical continuation keeps down to it: odds * follow^(lateness - depth).
+The step in flight and those before the frame arrives decide the tokens down to the lateness; only a node that is still
+alive then takes a row. So whether it pays for its row is judged by its odds given its ancestor at that depth.
 
 Not here: where thresholds come from (``controller``).
 """
@@ -24,7 +26,8 @@ from paceline.shared.errors import ParameterError
 
 Rows = NDArray[np.int64]
 _NO_ROWS: Rows = np.zeros(0, np.int64)
-_LEAST_ODDS = 1e-4
+_LEAST_ODDS = 1e-3
+"""Odds below which a row is not worth its bytes, whatever its ancestors become."""
 _MAX_CALL_ROWS = 32
 
 
@@ -201,7 +204,7 @@ class BestFirstPolicy:
         open_mass = np.maximum(1.0 - tree.child_mass()[rows + 1], 0.0)
         # A candidate below a row is worth at most this much; so is the call that finds it.
         gains = conditions.values(tree.depths[rows] + 1, tree.odds[rows] * open_mass)
-        worth = gains >= conditions.least_value
+        worth = self._worth(tree, conditions)[rows] * open_mass >= 1.0
         rows, gains = rows[worth], gains[worth]
         if not len(rows):
             return _NO_ROWS, 0.0
@@ -211,12 +214,21 @@ class BestFirstPolicy:
         count = int(np.argmax(total_gain / seconds)) + 1
         return rows[order[:count]], float(total_gain[count - 1])
 
+    def _worth(self, tree: LiveTree, conditions: Conditions) -> NDArray[np.float64]:
+        """float64[n]: what each row is worth in units of what it must be, see the module's text."""
+        standing = np.ones(len(tree))
+        first = 1 + int(conditions.lateness)
+        for depth in range(first + 1, int(tree.depths.max(initial=0)) + 1):
+            level = np.flatnonzero(tree.depths == depth)
+            standing[level] = standing[tree.parents[level]] * tree.chances[level]
+        return np.minimum(standing / conditions.threshold, tree.odds / _LEAST_ODDS)
+
     def send(self, tree: LiveTree, conditions: Conditions) -> Rows:
         room = conditions.max_nodes - int(tree.sent.sum())
         if not conditions.sends or room <= 0:
             return _NO_ROWS
         values = conditions.values(tree.depths, tree.odds)
-        wanted = ~tree.sent & (tree.depths <= conditions.max_depth) & (values >= conditions.least_value)
+        wanted = ~tree.sent & (tree.depths <= conditions.max_depth) & (self._worth(tree, conditions) >= 1.0)
         rows = _connected(tree, np.flatnonzero(wanted))
         if len(rows) > room:
             best = np.argsort(-values[rows], kind="stable")[:room]
