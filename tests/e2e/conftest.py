@@ -30,11 +30,26 @@ class Process:
     popen: subprocess.Popen[str]
     url: str = ""
     log: list[str] = field(default_factory=list)
+    reader: threading.Thread | None = None
 
     def stop(self) -> int:
         """SIGTERM, then the exit code."""
         self.popen.send_signal(signal.SIGTERM)
-        return self.popen.wait(timeout=60)
+        return self.close()
+
+    def kill(self) -> None:
+        """SIGKILL, and no trace left."""
+        self.popen.kill()
+        self.close()
+
+    def close(self) -> int:
+        """Wait for the end and for the last line."""
+        code = self.popen.wait(timeout=60)
+        if self.reader is not None:
+            self.reader.join(timeout=10)
+        if self.popen.stderr is not None:
+            self.popen.stderr.close()
+        return code
 
 
 def start_server(*options: str) -> Process:
@@ -54,10 +69,11 @@ def start_server(*options: str) -> Process:
                 found.set()
         found.set()
 
-    threading.Thread(target=read, daemon=True).start()
+    process.reader = threading.Thread(target=read, daemon=True)
+    process.reader.start()
     found.wait(READY_S)
     if not process.url:
-        popen.kill()
+        process.kill()
         pytest.fail("the server never listened:\n" + "".join(process.log))
     return process
 
@@ -81,8 +97,7 @@ def new_server() -> Iterator[Callable[..., Process]]:
 
     yield start
     for process in started:
-        process.popen.kill()
-        process.popen.wait()
+        process.kill()
 
 
 @pytest.fixture(scope="session")

@@ -179,6 +179,7 @@ def test_killed_client_frees_its_generation(server: Any) -> None:
     assert gauge(server.url, "paceline_requests_running") == 1
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
+    process.stdout.close()
     deadline = time.monotonic() + 30
     while gauge(server.url, "paceline_requests_running") and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -266,9 +267,9 @@ def test_garbage_closes_only_its_connection(server: Any, garbage: bytes | str) -
 @pytest.mark.parametrize(
     ("prompt", "code"),
     [
-        ({"prompt": []}, "invalid_parameter"),
-        ({"prompt": [49152]}, "invalid_parameter"),
-        ({"prompt": [7] * 8192}, "context_length_exceeded"),
+        ([], "invalid_parameter"),
+        ([49152], "invalid_parameter"),
+        ([7] * 8192, "context_length_exceeded"),
     ],
     ids=["empty prompt", "token out of range", "prompt as long as the context"],
 )
