@@ -65,13 +65,12 @@ def test_client_and_server_never_import_each_other() -> None:
     assert violations("server", {"paceline.client", "paceline.bench", "onnxruntime"}) == []
 
 
-def test_models_imports_neither_client_nor_server() -> None:
-    assert violations("models", {"paceline.bench"}) == []
+def test_models_imports_no_other_room_before_a_command_needs_it() -> None:
     at_import = [
         f"{path.name} imports {module}"
         for path in room_files("models")
         for module, now in imports(path)
-        if module.startswith(("paceline.client", "paceline.server")) and now
+        if module.startswith(("paceline.client", "paceline.server", "paceline.bench")) and now
     ]
     assert at_import == []
 
@@ -86,7 +85,8 @@ def test_nothing_loads_code_from_data(room: str) -> None:
                 if name == "torch.load":
                     assert any(key.arg == "weights_only" for key in node.keywords), path
                 if name in {"np.load", "numpy.load"}:
-                    assert not any(key.arg == "allow_pickle" for key in node.keywords), path
+                    pickles = [key.value for key in node.keywords if key.arg == "allow_pickle"]
+                    assert all(ast.unparse(value) == "False" for value in pickles), path
     assert violations(room, {"pickle", "marshal", "shelve", "dill", "cloudpickle"}) == []
 
 
