@@ -14,10 +14,8 @@ from paceline.shared.messages import StepTime
 
 MAX_WAIT_S = 2.0
 _LEARNING = 0.25
-_PART_OF_STEP = 0.4
-"""The expected wait, spread included, may take this part of a one-row step at the most."""
 _MIN_RELIABILITY = 0.7
-_MIN_ACCEPTED = 0.7
+_FIRST_SURVIVAL = 0.6
 
 
 class Patience:
@@ -30,16 +28,22 @@ class Patience:
         self._mean_s = 0.0
         self._spread_s = 0.0
         self._reliability = 0.0
+        self._survival = _FIRST_SURVIVAL
 
     @property
     def is_strict(self) -> bool:
         """Whether the client asked for a wait of its own: then it is held back even while others run."""
         return bool(self._wish_s)
 
-    def on_commit(self, now: float, *, has_nodes: bool) -> None:
-        """A step of this generation ended; ``has_nodes``: its live tree survived, so there is nothing to wait for."""
+    def on_commit(self, now: float, *, has_nodes: bool, was_bare: bool = False) -> None:
+        """A step of this generation ended. was_bare: it scored no nodes.
+
+        has_nodes: its live tree survived, or arrived in the meantime and was right: there is nothing to wait for.
+        """
         if self._awaiting:
             self._reliability *= 1.0 - _LEARNING
+        if was_bare:
+            self._survival += _LEARNING * (float(has_nodes) - self._survival)
         self._commit_at = now
         self._awaiting = not has_nodes
 
@@ -62,7 +66,16 @@ class Patience:
         if self._wish_s is not None:
             return self._commit_at + self._wish_s
         wait = self._mean_s + 2.0 * self._spread_s
-        reliable = self._reliability >= _MIN_RELIABILITY and accepted_per_step >= _MIN_ACCEPTED
-        if not reliable or wait > _PART_OF_STEP * step_time.at(1):
+        if self._reliability < _MIN_RELIABILITY or wait > self.longest_wait(step_time, accepted_per_step):
             return 0.0
         return self._commit_at + wait + 0.05 * step_time.at(1)
+
+    def longest_wait(self, step_time: StepTime, accepted_per_step: float) -> float:
+        """Seconds up to which waiting yields more tokens per second than running on.
+
+        With a accepted nodes per drafted step, steps of T seconds and a chance s that a draft which arrives during a bare
+        step survives it, running on yields 1 + s (1 + a) tokens in 1 + s steps, waiting w seconds 1 + a in T + w:
+        waiting pays up to w = T a / (1 + s (1 + a)).
+        """
+        a = max(accepted_per_step, 0.0)
+        return step_time.at(1) * a / (1.0 + self._survival * (1.0 + a))

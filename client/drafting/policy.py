@@ -104,7 +104,7 @@ class Policy(Protocol):
         ...
 
     def send(self, tree: LiveTree, conditions: Conditions) -> Rows:
-        """Unsent rows to send now, ascending; their parents were sent or are among them."""
+        """Unsent rows to send now, the most useful first; parents were sent, or are among them and come first."""
         ...
 
 
@@ -233,4 +233,6 @@ class BestFirstPolicy:
         if len(rows) > room:
             best = np.argsort(-values[rows], kind="stable")[:room]
             rows = _connected(tree, np.sort(rows[best]))
-        return rows
+        # A server that scores some of them takes the first. Odds never rise along a path, so parents stay ahead.
+        likeliest: Rows = rows[np.argsort(-tree.odds[rows], kind="stable")]
+        return likeliest
