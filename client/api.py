@@ -36,8 +36,9 @@ from paceline.client.settings import ClientSettings, make_settings
 from paceline.client.stream import GenerationStream
 from paceline.client.text import ChatMessage, TextCodec
 from paceline.client.transport import Uplink
+from paceline.client.verifier import pick_verifier
 from paceline.shared.detokenize import TextStream
-from paceline.shared.errors import BundleError, LinkError, ModelError, ParameterError
+from paceline.shared.errors import BundleError, ContextError, LinkError, ModelError, ParameterError
 from paceline.shared.messages import PROTOCOL_VERSION, FinishReason, Hello, TokenLogprobs, Welcome
 from paceline.shared.sampling import SEED_BITS, SamplingParams, Verifier
 
@@ -167,7 +168,7 @@ class Client:
             return choose_drafters(AUTO, welcome, lambda: None, None)
 
     def encode(self, prompt: Prompt) -> NDArray[np.int32]:
-        """int32 ids of a prompt. Raises ``ParameterError`` for one without tokens."""
+        """int32 ids of a prompt. Raises ``ParameterError`` if it is empty, ``ContextError`` if it is too long."""
         if isinstance(prompt, str):
             ids = self.text.encode(prompt)
         elif all(isinstance(item, int | np.integer) for item in prompt):
@@ -176,6 +177,9 @@ class Client:
             ids = self.text.encode_chat([item for item in prompt if not isinstance(item, int)])
         if not len(ids):
             raise ParameterError("prompt", "expected a prompt of at least one token, got an empty one")
+        limit = self.welcome.limits.max_context
+        if len(ids) >= limit:
+            raise ContextError(f"expected fewer than max_context={limit} tokens, got a prompt of {len(ids)} tokens")
         return ids
 
     def stream(
@@ -186,13 +190,16 @@ class Client:
         verifier: Verifier | str | None = None,
         choice: int = 0,
     ) -> CompletionStream:
-        """Start one generation as soon as it is iterated. Raises ``ParameterError`` for what cannot be asked."""
+        """Start one generation as soon as it is iterated.
+
+        Raises ``ParameterError`` for what cannot be asked, ``ContextError`` for a prompt that leaves no room.
+        """
         wanted = sampling or SamplingParams()
         if wanted.seed is None:
             wanted = replace(wanted, seed=secrets.randbits(SEED_BITS))
-        task = Task(self.encode(prompt), wanted, pick_verifier(verifier, wanted), choice=choice)
         uplink = self._link_of()
         welcome = uplink.welcome
+        task = Task(self.encode(prompt), wanted, pick_verifier(verifier, wanted), choice=choice)
         controller = Controller(welcome.step_time, welcome.limits, can_switch=not self.settings.always_draft)
         policy: Policy = StaticPolicy(self.settings.expansion) if self.settings.expansion else BestFirstPolicy()
         acceptance = self._acceptance.setdefault(task.verifier, Acceptance())
@@ -211,20 +218,6 @@ class Client:
         async for _ in stream:
             pass
         return stream.completion
-
-
-def pick_verifier(wanted: Verifier | str | None, sampling: SamplingParams) -> Verifier:
-    """The verifier to ask for. Raises ``ParameterError`` for an unknown one, or greedy above temperature 0."""
-    if wanted is None:
-        return sampling.default_verifier()
-    try:
-        verifier = Verifier(wanted)
-    except ValueError as error:
-        known = ", ".join(entry.value for entry in Verifier)
-        raise ParameterError("verify", f"expected a verifier among {known}, got {wanted!r}") from error
-    if verifier is Verifier.GREEDY and not sampling.is_greedy:
-        raise ParameterError("verify", f"expected temperature 0 for verify greedy, got {sampling.temperature:g}")
-    return verifier
 
 
 class CompletionStream:

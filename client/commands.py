@@ -16,10 +16,11 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from paceline.client.api import Client, CompletionStream, Prompt, pick_verifier
+from paceline.client.api import Client, CompletionStream, Prompt
 from paceline.client.console import describe, write, write_note, write_pieces
 from paceline.client.result import Completion
 from paceline.client.settings import ClientSettings, make_settings
+from paceline.client.verifier import pick_verifier
 from paceline.shared.errors import PacelineError, ParameterError
 from paceline.shared.sampling import SamplingParams
 

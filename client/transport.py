@@ -28,11 +28,16 @@ _LOG = logging.getLogger("paceline.client")
 
 @dataclass(frozen=True, slots=True)
 class RetrySettings:
-    """Waits first_s, doubling up to most_s, each times a random factor in 0.5..1.5; gives up after give_up_s."""
+    """Waits first_s, doubling up to most_s, each times a random factor in 0.5..1.5; gives up after give_up_s.
+
+    max_losses: a link that a server ended with an error is not restored for the same request again after so many in a
+    row without a single commit between them.
+    """
 
     first_s: float = 0.1
     most_s: float = 5.0
     give_up_s: float = 60.0
+    max_losses: int = 3
 
     def wait_s(self, attempt: int, rng: random.Random) -> float:
         """Seconds before attempt number ``attempt``, counted from 0."""
@@ -75,6 +80,9 @@ class Uplink:
         self._tasks: list[asyncio.Task[None]] = []
         self._wanted = asyncio.Event()
         self._turn = 0
+        self._num_losses = 0
+        self._lost_since = 0.0
+        self._lost_by: PacelineError = LinkError("no connection yet")
 
     @property
     def link(self) -> Link:
@@ -149,6 +157,7 @@ class Uplink:
             try:
                 self._link = await self._reconnect()
             except PacelineError as error:
+                self._num_losses = 0
                 for number, port in list(self._ports.items()):
                     self.forget(number)
                     port.on_failed(error)
@@ -162,10 +171,26 @@ class Uplink:
             await self._read(link)
         except PacelineError as error:
             _LOG.info("%s", error)
+            self._count_loss(error)
         await link.close()
         self._link = None
         for port in list(self._ports.values()):
             port.on_lost()
+
+    def _count_loss(self, error: PacelineError) -> None:
+        """Losses in a row, while somebody waits for a commit that does not come."""
+        if not self._num_losses:
+            self._lost_since = asyncio.get_running_loop().time()
+        self._num_losses += bool(self._ports)
+        self._lost_by = error
+
+    def _check_losses(self) -> None:
+        """Raises what ended the links if opening again and again leads nowhere."""
+        if self._num_losses < self._retry.max_losses:
+            return
+        waited_s = asyncio.get_running_loop().time() - self._lost_since
+        if not isinstance(self._lost_by, LinkError) or waited_s >= self._retry.give_up_s:
+            raise self._lost_by
 
     async def _read(self, link: Link) -> None:
         async for received in link.messages():
@@ -183,6 +208,8 @@ class Uplink:
                     pass
 
     def _tell(self, number: int, received: Received) -> None:
+        if isinstance(received.message, Commit):
+            self._num_losses = 0
         port = self._ports.get(number)
         if port is not None:
             port.on_message(received)
@@ -205,7 +232,8 @@ class Uplink:
     async def _reconnect(self) -> Link:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._retry.give_up_s
-        for attempt in itertools.count():
+        self._check_losses()
+        for attempt in itertools.count(max(0, self._num_losses - 1)):
             await asyncio.sleep(self._retry.wait_s(attempt, self._rng))
             try:
                 return await self._connect_any()

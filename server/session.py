@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
-from paceline.shared.errors import LimitError, ModelError, PacelineError, ProtocolError
+from paceline.shared.errors import LimitError, ModelError, OpeningError, PacelineError, ProtocolError
 from paceline.shared.messages import (
     PROTOCOL_VERSION,
     Cancel,
@@ -70,6 +70,8 @@ class ServerSession:
             if not isinstance(message, Hello | Open | Grow | Cancel):
                 raise ProtocolError(f"expected a client's message, got {type(message).__name__.lower()}")
             return self.receive(message)
+        except OpeningError as error:
+            return self._refuse(error)
         except PacelineError as error:
             return self._close(error)
 
@@ -114,6 +116,13 @@ class ServerSession:
             raise ModelError(f"expected the model {welcome.model}, which this server has, got {hello.model}")
         self.state = State.READY
         return Reaction(send=[welcome])
+
+    def _refuse(self, error: OpeningError) -> Reaction:
+        """An opening with values out of range: answered like one that the engine refuses."""
+        if self.state is not State.READY or error.generation in self._active:
+            return self._close(error)
+        fault = Fault(error.cause.code, str(error.cause), error.generation, getattr(error.cause, "param", ""))
+        return Reaction(send=[fault])
 
     def _open(self, message: Open) -> Reaction:
         if message.generation in self._active:

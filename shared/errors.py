@@ -5,6 +5,7 @@
     │   └── ParameterError    one named parameter is out of range, unsupported or of the wrong type (HTTP 400)
     ├── TreeError             arrays that are not a token tree
     ├── WireError             bytes that are not a message of this protocol
+    │   └── OpeningError      a whole message that opens a generation with values that are refused: it alone ends
     ├── ProtocolError         a well-formed message that the session's state does not allow
     │   └── LimitError        a negotiated limit is exceeded
     ├── AuthError             no key, or a wrong one
@@ -73,6 +74,18 @@ class WireError(PacelineError, ValueError):
     code = "malformed"
     close_code = 1007
     http_status = 400
+
+
+class OpeningError(WireError):
+    """A well-formed message that asks for a generation with values out of range.
+
+    generation: the one it asked for. cause: the ``ParameterError`` or ``ContextError`` to answer with.
+    """
+
+    def __init__(self, generation: int, cause: UsageError) -> None:
+        super().__init__(str(cause))
+        self.generation = generation
+        self.cause = cause
 
 
 class ProtocolError(PacelineError):

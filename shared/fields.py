@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.shared import packing, quantise
-from paceline.shared.errors import LimitError, WireError
+from paceline.shared.errors import ContextError, LimitError, ParameterError, WireError
 from paceline.shared.messages import ANCHOR_ID, FinishReason, Limits, Proposal, StepTime, TokenLogprobs
 from paceline.shared.sampling import MAX_TOP_LOGPROBS, SamplingParams, Verifier
 
@@ -98,7 +98,16 @@ def _tokens(plain: Any, name: str, limits: Limits) -> NDArray[np.int32]:
     data = _binary(plain, name)
     if name.startswith("grow."):
         return _bounded(data, limits.max_frame_nodes, name)
-    return _bounded(data, limits.max_context, name)
+    try:
+        return _bounded(data, limits.max_context, name)
+    except LimitError as error:
+        if name == "open.prompt":
+            raise ContextError(
+                f"expected a prompt of fewer than max_context={limits.max_context} tokens, got more"
+            ) from error
+        if name == "open.committed":
+            raise ParameterError("committed", str(error)) from error
+        raise
 
 
 def _bounded(data: bytes, max_len: int, name: str) -> NDArray[np.int32]:

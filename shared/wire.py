@@ -2,7 +2,8 @@
 
 A message is ``{0: tag, key: value, ...}`` with the small integer keys of its table below; fields at their default are
 left out. ``decode`` trusts nothing: lengths are bounded before anything is allocated, every value's type and range is
-checked, and an unknown tag or field is refused by name. It never raises anything but ``WireError`` and ``LimitError``.
+checked, and an unknown tag or field is refused by name. It never raises anything but ``WireError`` and ``LimitError``;
+an opening that is a message but asks for too much is the ``WireError`` that names its generation, ``OpeningError``.
 
 Not here: whether a message makes sense now (the sessions), and which sampling values are allowed (``SamplingParams``).
 """
@@ -14,7 +15,7 @@ from typing import Any
 import msgpack
 
 from paceline.shared import fields
-from paceline.shared.errors import LimitError, ParameterError, WireError
+from paceline.shared.errors import LimitError, OpeningError, UsageError, WireError
 from paceline.shared.fields import Field
 from paceline.shared.messages import (
     Cancel,
@@ -132,7 +133,8 @@ def encode(message: Message) -> bytes:
 def decode(data: bytes, limits: Limits = DEFAULT_LIMITS) -> Message:
     """The message that ``data`` holds.
 
-    Raises ``LimitError`` where a size limit is exceeded, ``WireError`` for everything else that is not a message.
+    Raises ``LimitError`` where a size limit is exceeded, ``OpeningError`` for refused values of a generation, other
+    ``WireError``s for everything else that is not a message.
     """
     if len(data) > limits.max_frame_bytes:
         raise LimitError(f"expected a frame of at most {limits.max_frame_bytes} bytes, got {len(data)}")
@@ -148,7 +150,13 @@ def decode(data: bytes, limits: Limits = DEFAULT_LIMITS) -> Message:
     for key in plain:
         if type(key) is not int or key not in known:
             raise WireError(f"expected the fields {sorted(known)} in {name}, got field {_short(key)}")
-    values = {entry.name: _field(entry, plain, name, limits) for entry in table}
+    values: dict[str, Any] = {}
+    for entry in table:
+        try:
+            values[entry.name] = _field(entry, plain, name, limits)
+        except UsageError as error:
+            # Only an opening holds such values, and its first field is its generation.
+            raise OpeningError(values["generation"], error) from error
     if message_type is Grow:
         _check_grow(values, limits)
     message: Message = message_type(**values)
@@ -162,10 +170,8 @@ def _field(entry: Field, plain: dict[int, Any], name: str, limits: Limits) -> An
         return entry.default
     try:
         return entry.kind.unpack(plain[entry.key], f"{name}.{entry.name}", limits)
-    except (LimitError, WireError):
+    except (LimitError, WireError, UsageError):
         raise
-    except ParameterError as error:
-        raise WireError(f"{name}.{entry.name}: {error}") from error
     except (TypeError, ValueError, OverflowError) as error:
         raise WireError(f"expected a valid {name}.{entry.name}, got {_short(plain[entry.key])}") from error
 

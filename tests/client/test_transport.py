@@ -15,7 +15,7 @@ from paceline.client.settings import make_settings
 from paceline.server.engine import Engine, EngineSettings
 from paceline.server.plan import StepPlan
 from paceline.server.scripted import ScriptedTarget, markov
-from paceline.shared.errors import AuthError, ContextError, LinkError, ParameterError, UsageError
+from paceline.shared.errors import AuthError, ContextError, LinkError, ParameterError, RemoteError, UsageError
 from paceline.shared.messages import Cancel, Closing, Commit, Fault, Grow, Hello, Limits, Open, StepTime, Welcome
 from paceline.shared.sampling import SamplingParams
 from paceline.shared.wire import decode, encode
@@ -27,7 +27,7 @@ PROMPT = [3, 1, 4, 1, 5]
 class ScriptedServer:
     """Serves one scripted target. drop_after: commits after which a connection is cut, once for each entry."""
 
-    def __init__(self, *, key=None, drop_after=(), step_s=0.001, max_context=512, is_draining=False):
+    def __init__(self, *, key=None, drop_after=(), step_s=0.001, max_context=512, is_draining=False, rejects=False):
         self.target = ScriptedTarget(markov(VOCAB, 0), VOCAB, max_context=max_context)
         self.step_time = StepTime(step_s, step_s / 50)
         limits = Limits(max_context=max_context)
@@ -36,6 +36,7 @@ class ScriptedServer:
         self.key, self.drops, self.step_s, self.is_draining = key, list(drop_after), step_s, is_draining
         self.sockets, self.num_connections, self.grows = {}, 0, 0
         self.active_at_end = None
+        self.rejects = rejects
 
     async def __aenter__(self):
         self.server = await serve(self.serve_one, "127.0.0.1", 0, process_request=self.check, compression=None)
@@ -65,6 +66,9 @@ class ScriptedServer:
             if self.is_draining:
                 await socket.send(encode(Closing(1.0)))
             async for data in socket:
+                if self.rejects:
+                    await socket.send(encode(Fault("malformed", "malformed by decree")))
+                    await socket.close(1007)
                 self.feed(number, decode(data))
         except ConnectionClosed:
             pass
@@ -219,6 +223,13 @@ async def test_request_that_the_server_refuses_is_a_typed_error_and_others_go_on
         with pytest.raises(ParameterError, match="prompt"):
             await ids_of(one, [])
         assert await ids_of(one, max_tokens=5) == server.target.greedy(PROMPT, 5)
+
+
+async def test_request_that_ends_every_link_is_given_up_with_the_servers_words():
+    async with ScriptedServer(rejects=True) as server, client(server.url) as one:
+        with pytest.raises(RemoteError, match="malformed by decree"):
+            await ids_of(one, max_tokens=5)
+        assert server.num_connections == 3
 
 
 async def test_server_that_never_comes_back_ends_the_stream_with_one_sentence():

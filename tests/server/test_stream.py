@@ -183,6 +183,56 @@ async def test_bad_opening_ends_itself_only(serve: Any, prompt: list[int], sampl
         assert len((await collect(socket))[0]) == 3
 
 
+BAD_VALUES = [
+    ({"temperature": -1.0}, "temperature"),
+    ({"temperature": float("nan")}, "temperature"),
+    ({"top_p": 7}, "top_p"),
+    ({"n": 10**6}, "n"),
+    ({"logprobs": 10**6}, "logprobs"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": 2**40}, "max_tokens"),
+    ({"stop": ["x"] * 4000}, "stop"),
+    ({"stop": "x"}, "stop"),
+    ({"stop_token_ids": [1 << 30]}, "stop_token_ids"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids"),
+    ({"stop_token_ids": [None]}, "stop_token_ids"),
+    ({"logit_bias": {1 << 30: 1.0}}, "logit_bias"),
+    ({"logit_bias": {5: 1e9}}, "logit_bias"),
+    ({"seed": -1}, "seed"),
+    ({"seed": "x"}, "seed"),
+    ({"nosuch": 1}, "nosuch"),
+]
+
+
+@pytest.mark.parametrize(("sampling", "param"), BAD_VALUES, ids=str)
+async def test_bad_value_in_an_opening_ends_itself_only(serve: Any, sampling: dict[str, Any], param: str) -> None:
+    """U067: a fault for that generation that names the parameter; the connection and its neighbour go on."""
+    async with serve() as server, server.connect() as socket:
+        await server.hello(socket)
+        await socket.send(opening(1, max_tokens=30))
+        frame = {0: 2, 1: 2, 2: b"\x01\x41", 3: {"max_tokens": 5, **sampling}, 4: 0}
+        await socket.send(msgpack.packb(frame))
+        tokens, fault = await collect(socket, 1)
+        if isinstance(fault, Fault):
+            assert (fault.code, fault.generation, fault.param) == ("invalid_parameter", 2, param)
+            tokens += (await collect(socket, 1))[0]
+        else:
+            _, fault = await collect(socket, 2)
+            assert (fault.code, fault.generation, fault.param) == ("invalid_parameter", 2, param)
+        assert tokens == server.target.greedy(PROMPT, 30)
+
+
+async def test_prompt_of_a_third_of_a_million_tokens_names_the_limit(serve: Any) -> None:
+    """U063."""
+    async with serve() as server, server.connect() as socket:
+        await server.hello(socket)
+        await socket.send(opening(4, [7] * 300_000))
+        _, fault = await collect(socket)
+        assert (fault.code, fault.generation) == ("context_length_exceeded", 4)
+        await socket.send(opening(4, max_tokens=3))
+        assert len((await collect(socket, 4))[0]) == 3
+
+
 async def test_number_in_use_is_a_protocol_error(serve: Any) -> None:
     async with serve(step_s=0.005) as server, server.connect() as socket:
         await server.hello(socket)

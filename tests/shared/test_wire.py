@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.shared import packing
-from paceline.shared.errors import LimitError, WireError
+from paceline.shared.errors import ContextError, LimitError, OpeningError, WireError
 from paceline.shared.messages import (
     Cancel,
     Closing,
@@ -211,8 +211,10 @@ def test_limits_are_enforced_by_name() -> None:
     nine = np.arange(9, dtype=np.int32)
     with pytest.raises(LimitError):
         decode(encode(Grow(0, 1, 0, nine, nine - 1)), small)
-    with pytest.raises(LimitError):
-        decode(encode(Open(0, np.arange(17, dtype=np.int32), SamplingParams(), Verifier.GREEDY)), small)
+    with pytest.raises(OpeningError, match="max_context=16") as caught:
+        decode(encode(Open(7, np.arange(17, dtype=np.int32), SamplingParams(), Verifier.GREEDY)), small)
+    assert caught.value.generation == 7
+    assert isinstance(caught.value.cause, ContextError)
     with pytest.raises(LimitError):
         decode(bytes(4097), small)
 
