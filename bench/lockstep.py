@@ -14,37 +14,48 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.client.drafting.acceptance import Acceptance
+from paceline.client.drafting.controller import Controller
 from paceline.client.drafting.drafter import Drafter, DraftSequence
+from paceline.client.drafting.live_tree import ANCHOR_ROW, LiveTree
 from paceline.client.drafting.policy import Policy
 from paceline.client.session import ClientSession, SessionStats, Task
 from paceline.server.engine import Engine
 from paceline.server.plan import Wake
-from paceline.shared.messages import PROTOCOL_VERSION, Cancel, ClientMessage, Grow, Open, ServerMessage, Welcome
+from paceline.shared.messages import PROTOCOL_VERSION, Cancel, ClientMessage, Commit, Grow, Open, ServerMessage, Welcome
 from paceline.shared.wire import decode, encode
 
 ROUND_S = 0.02
 """Virtual seconds of one round."""
+NO_DRAFTER = -1
 
 
 @dataclass(frozen=True, slots=True)
 class LockstepSettings:
     """num_parallel: generations in flight. delay: rounds that a frame travels, each way. calls: drafter calls a round
-    and drafter at most. make_policy: a fresh tree policy for each session, None for the session's own.
+    and drafter at most, by turns. make_policy: a fresh tree policy for each session, None for the session's own.
+    can_switch: False keeps speculation on whatever it yields. acceptance: shared by all sessions, None for their own.
     """
 
     num_parallel: int = 4
     delay: int = 0
     calls: int = 8
     make_policy: Callable[[], Policy] | None = None
+    can_switch: bool = True
+    acceptance: Acceptance | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Answer:
-    """Output ids of a task, which of them were accepted nodes, and the session's counts."""
+    """Output ids of a task, which of them were accepted nodes, and the session's counts.
+
+    proposers: int8, the drafter that proposed each accepted node first, ``NO_DRAFTER`` for the target's own tokens.
+    """
 
     token_ids: NDArray[np.int32]
     drafted: NDArray[np.bool_]
     stats: SessionStats
+    proposers: NDArray[np.int8]
 
 
 class _Stream:
@@ -57,15 +68,27 @@ class _Stream:
         self.up: deque[tuple[int, bytes]] = deque()
         self.down: deque[tuple[int, bytes]] = deque()
         self.drafted: list[bool] = []
+        self.proposers: list[int] = []
 
     def draft(self, calls: int, now: float) -> None:
-        """Let every drafter answer until it has nothing to do, or ``calls`` times."""
-        for index, sequence in enumerate(self.sequences):
-            for _ in range(calls):
+        """Let the drafters answer by turns until they have nothing to do, or ``calls`` times each."""
+        for _ in range(calls):
+            asked = False
+            for index, sequence in enumerate(self.sequences):
                 request = self.session.next_draft(index, now)
-                if request is None:
-                    break
-                self.session.drafted(index, sequence.expand(request), now)
+                if request is not None:
+                    asked = True
+                    self.session.drafted(index, sequence.expand(request), now)
+            if not asked:
+                break
+
+    def receive(self, message: ServerMessage, now: float) -> None:
+        """Hand a message to the session, and note who proposed what it accepts."""
+        if isinstance(message, Commit):
+            known = max(0, self.session.num_committed - message.at)
+            self.proposers.extend(_proposers(self.session.tree, message, known))
+        for event in self.session.receive(message, now):
+            self.drafted.extend(getattr(event, "drafted", np.zeros(0, np.bool_)).tolist())
 
 
 def run_lockstep(
@@ -83,7 +106,16 @@ def run_lockstep(
         while waiting and len(running) < settings.num_parallel:
             number, task = waiting.popleft()
             policy = settings.make_policy() if settings.make_policy else None
-            session = ClientSession(number, task, welcome, drafters, policy=policy)
+            controller = Controller(welcome.step_time, welcome.limits, can_switch=settings.can_switch)
+            session = ClientSession(
+                number,
+                task,
+                welcome,
+                drafters,
+                policy=policy,
+                acceptance=settings.acceptance,
+                controller=controller,
+            )
             running[number] = _Stream(number, session, [drafter.start() for drafter in drafters])
             session.controller.observe_rtt(2 * settings.delay * ROUND_S)
             session.open(round_number * ROUND_S)
@@ -107,8 +139,19 @@ def _round(engine: Engine, running: dict[int, _Stream], settings: LockstepSettin
             running[number].down.append((round_number + settings.delay, encode(message)))
     for stream in running.values():
         while stream.down and stream.down[0][0] <= round_number:
-            for event in stream.session.receive(decode(stream.down.popleft()[1]), now):  # type: ignore[arg-type]
-                stream.drafted.extend(getattr(event, "drafted", np.zeros(0, np.bool_)).tolist())
+            stream.receive(decode(stream.down.popleft()[1]), now)  # type: ignore[arg-type]
+
+
+def _proposers(tree: LiveTree, commit: Commit, num_known: int) -> list[int]:
+    """The drafter that proposed each new token of a commit first, of those that count as accepted nodes."""
+    row: int | None = ANCHOR_ROW
+    made: list[int] = []
+    for place, token in enumerate(commit.tokens.tolist()[num_known:], start=num_known):
+        matches = np.flatnonzero((tree.parents == row) & (tree.tokens == token))
+        row = int(matches[0]) if row is not None and len(matches) else None
+        counts = row is not None and place < commit.num_drafted
+        made.append(int(tree.drafters[row]) if counts else NO_DRAFTER)
+    return made
 
 
 def _feed(engine: Engine, number: int, message: ClientMessage, now: float) -> None:
@@ -135,7 +178,8 @@ def _close(stream: _Stream) -> Answer:
         sequence.close()
     if stream.session.error is not None:
         raise stream.session.error
-    return Answer(stream.session.output, np.array(stream.drafted, np.bool_), stream.session.stats)
+    drafted, proposers = np.array(stream.drafted, np.bool_), np.array(stream.proposers, np.int8)
+    return Answer(stream.session.output, drafted, stream.session.stats, proposers)
 
 
 def welcome_of(engine: Engine) -> Welcome:

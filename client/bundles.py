@@ -135,14 +135,20 @@ async def pull_bundle(
     """
     async with _client(address, api_key) as client:
         manifest = next((entry for entry in await _list(client, address) if fits(entry, welcome)), None)
-        if manifest is None:
-            return None
-        if sum(entry.bytes for entry in manifest.files.values()) > _MAX_BUNDLE_BYTES:
-            raise BundleError(f"expected a bundle of at most {_MAX_BUNDLE_BYTES >> 30} GiB, got a larger one")
+        return None if manifest is None else await _pull(client, manifest, on_progress)
+
+
+async def pull_manifest(
+    address: ServerAddress, manifest: Manifest, api_key: str | None = None, *, on_progress: OnProgress | None = None
+) -> Bundle:
+    """One of the bundles that ``list_remote`` named, whatever its target. Raises as ``pull_bundle``."""
+    async with _client(address, api_key) as client:
         return await _pull(client, manifest, on_progress)
 
 
 async def _pull(client: httpx.AsyncClient, manifest: Manifest, on_progress: OnProgress | None) -> Bundle:
+    if sum(entry.bytes for entry in manifest.files.values()) > _MAX_BUNDLE_BYTES:
+        raise BundleError(f"expected a bundle of at most {_MAX_BUNDLE_BYTES >> 30} GiB, got a larger one")
     if not _SAFE_NAME.fullmatch(manifest.name):
         raise BundleError(f"expected a plain bundle name, got {manifest.name!r}")
     final = bundle_folder(manifest.name)

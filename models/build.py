@@ -6,7 +6,7 @@ Not for: making a new draft (`distill`); this one rebuilds the shipped draft fro
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,13 @@ import numpy as np
 
 from paceline.models.catalogue import EMBEDDED, bundle_folder, cache_dir, ensure_private, target_folder
 from paceline.models.gguf_target import SMOLLM2, dequantise, fetch_gguf, is_built
-from paceline.models.manifest import MANIFEST_NAME, load_manifest, verify_bundle
+from paceline.models.manifest import MANIFEST_NAME, verify_bundle
 from paceline.models.store import sha256_file
 from paceline.shared.errors import BundleError, ModelError
 
 Stage = Callable[[str], None]
 WEIGHTS = Path(__file__).parent / "weights"
-PROBE_NAME = "probe.npz"
+MAKERS = ("delta", "draft", "export", "graph", "quantise", "smooth")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +66,17 @@ def build_pair(
 
 def weights_hash(folder: Path) -> str:
     """sha-256 over the names and contents of the stored difference's files."""
+    return _hash_files(sorted(path for path in folder.iterdir() if path.is_file()))
+
+
+def makers_hash() -> str:
+    """sha-256 over the code that turns a difference into a bundle: another version may build another graph."""
+    return _hash_files([Path(__file__).with_name(f"{name}.py") for name in MAKERS])
+
+
+def _hash_files(paths: Sequence[Path]) -> str:
     digest = hashlib.sha256()
-    for path in sorted(folder.iterdir()):
+    for path in paths:
         digest.update(f"{path.name} {sha256_file(path)}\n".encode())
     return digest.hexdigest()
 
@@ -76,11 +85,10 @@ def _is_current(bundle: Path, weights: Path) -> bool:
     if not (bundle / MANIFEST_NAME).is_file():
         return False
     try:
-        return load_manifest(bundle).provenance.get("weights_hash") == weights_hash(weights) and bool(
-            verify_bundle(bundle)
-        )
+        provenance = verify_bundle(bundle).provenance
     except BundleError:
         return False
+    return (provenance.get("weights_hash"), provenance.get("makers_hash")) == (weights_hash(weights), makers_hash())
 
 
 def _build_bundle(name: str, weights: Path, target: Path, bundle: Path) -> None:
@@ -90,6 +98,7 @@ def _build_bundle(name: str, weights: Path, target: Path, bundle: Path) -> None:
 
     from paceline.models.delta import load_delta, load_recipe
     from paceline.models.export import ExportSettings, export_bundle
+    from paceline.models.pack import PROBE_NAME
 
     logging.disable_progress_bar()
     recipe = load_recipe(weights)
@@ -105,7 +114,7 @@ def _build_bundle(name: str, weights: Path, target: Path, bundle: Path) -> None:
         bundle,
         name=name,
         settings=ExportSettings(**recipe.get("export", {})),
-        provenance={**recipe, "weights_hash": weights_hash(weights)},
+        provenance={**recipe, "weights_hash": weights_hash(weights), "makers_hash": makers_hash()},
         licence=SMOLLM2.licence,
         texts=texts,
     )

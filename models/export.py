@@ -40,8 +40,8 @@ from paceline.models.manifest import (
 )
 from paceline.models.runtime import GraphRunner
 from paceline.models.smooth import measure_peaks, smooth
-from paceline.models.store import read_json, write_bytes
-from paceline.models.tokenizer_hash import target_fingerprint, tokenizer_hash
+from paceline.models.store import write_bytes
+from paceline.models.tokenizer_hash import target_fingerprint, tokenizer_hash, tokenizer_size
 from paceline.shared.errors import ModelError
 
 CHECK_ROW_LEN = 64
@@ -180,7 +180,7 @@ def export_bundle(
             shutil.copyfile(target / file, part / file)
     manifest = Manifest(
         name=name,
-        target=TargetEntry(name, target_fingerprint(target), _vocab_size(target)),
+        target=TargetEntry(name, target_fingerprint(target), tokenizer_size(target / TOKENIZER_NAME)),
         tokenizer_hash=tokenizer_hash(target / TOKENIZER_NAME),
         drafters=tuple(entries),
         files=describe_files(part, [path.name for path in part.iterdir()]),
@@ -191,10 +191,3 @@ def export_bundle(
     shutil.rmtree(folder, ignore_errors=True)
     part.replace(folder)
     return manifest, reports
-
-
-def _vocab_size(target: Path) -> int:
-    values = read_json(target / TOKENIZER_NAME)
-    vocab = values["model"]["vocab"]
-    top = max(vocab.values(), default=-1) if isinstance(vocab, dict) else len(vocab) - 1
-    return int(max([top, *(token["id"] for token in values.get("added_tokens") or [])])) + 1

@@ -214,19 +214,13 @@ class GraphBuilder:
         would spoil every other row of the call.
         """
         codes, scales = quantise_rows(weight)
-        one, zero_point = self._shared("one", np.array(1, np.float32)), self._shared("middle", np.array(128, np.uint8))
-        step = self._row_step(value)
-        scaled = self._node("Div", [value, step])
-        rounded = self._node("QuantizeLinear", [scaled, one, zero_point])
-        names = [rounded, self._const(codes.T), one, self._const(scales), zero_point]
-        return self._node("Mul", [self._node("MatMulIntegerToFloat", names, domain=CONTRIB), step])
-
-    def _row_step(self, value: str) -> str:
+        step = self._shared("step", np.array(1 / 127, np.float32))
+        zero_point = self._shared("middle", np.array(128, np.uint8))
+        # A row of zeros divides by zero, is rounded to anything, and is multiplied by zero again.
         peak = self._node("ReduceMax", [self._node("Abs", [value])], axes=[-1], keepdims=1)
-        floor = self._shared("tiny", np.array(1e-12, np.float32))
-        return self._node(
-            "Mul", [self._node("Max", [peak, floor]), self._shared("step", np.array(1 / 127, np.float32))]
-        )
+        rounded = self._node("QuantizeLinear", [self._node("Div", [value, peak]), step, zero_point])
+        names = [rounded, self._const(codes.T), step, self._const(scales), zero_point]
+        return self._node("Mul", [self._node("MatMulIntegerToFloat", names, domain=CONTRIB), peak])
 
     def _shared(self, name: str, value: NDArray[Any]) -> str:
         """A constant that many nodes use, stored once."""
@@ -281,7 +275,7 @@ class GraphBuilder:
     def _mlp(self, layer: LayerWeights, normed: str) -> str:
         width = layer.down.shape[1]
         gate, up = self._split(self._linear(normed, layer.gate_up, self.bits), [width, width])
-        swish = self._node("Mul", [gate, self._node("Sigmoid", [gate])])
+        swish = self._node("QuickGelu", [gate], domain=CONTRIB, alpha=1.0)  # x * sigmoid(x)
         return self._linear(self._node("Mul", [swish, up]), layer.down, self.bits)
 
     def _candidates(self, logits: str) -> None:

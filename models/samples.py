@@ -86,7 +86,8 @@ class Batch:
     """ids, positions int64[B, T]; mask additive float32[B, 1, T, T]; and labels for M of the positions.
 
     at int64[M] indexes the flattened B*T positions; labels int64[M, K] are rows of the draft's head (0 where the mass
-    is 0); masses float32[M, K] the target's probabilities; weights float32[M].
+    is 0); masses float32[M, K] the target's probabilities; weights float32[M]; sources int64[M], the labelled tokens'
+    places in the corpus.
     """
 
     ids: torch.Tensor
@@ -96,18 +97,28 @@ class Batch:
     labels: torch.Tensor
     masses: torch.Tensor
     weights: torch.Tensor
+    sources: torch.Tensor
 
     def to(self, device: torch.device) -> Batch:
         return Batch(**{item.name: getattr(self, item.name).to(device) for item in fields(self)})
 
 
 class Packer:
-    """Packs documents into rows of `row_len` tokens and rows into batches."""
+    """Packs documents into rows of `row_len` tokens and rows into batches.
+
+    emphasis: float32[tokens of the corpus], a factor on every label's weight, None for none.
+    """
 
     def __init__(
-        self, corpus: Corpus, vocabulary: NDArray[np.int64], vocab_size: int, row_len: int, user_weight: float
+        self,
+        corpus: Corpus,
+        vocabulary: NDArray[np.int64],
+        vocab_size: int,
+        row_len: int,
+        user_weight: float,
+        emphasis: NDArray[np.float32] | None = None,
     ) -> None:
-        self.corpus, self.row_len, self.user_weight = corpus, row_len, user_weight
+        self.corpus, self.row_len, self.user_weight, self.emphasis = corpus, row_len, user_weight, emphasis
         self._inverse = np.full(vocab_size, -1, np.int64)
         self._inverse[vocabulary] = np.arange(len(vocabulary))
 
@@ -166,6 +177,8 @@ class Packer:
         masses = np.exp(self.corpus.top_logprobs[source].astype(np.float32)) * (labels >= 0)
         kinds = self.corpus.kinds[source]
         weights = np.where((kinds == KIND_FORCED) | (kinds == KIND_USER), self.user_weight, 1.0)
+        if self.emphasis is not None:
+            weights = weights * self.emphasis[source]
         return Batch(
             ids=torch.from_numpy(ids),
             positions=torch.from_numpy(positions),
@@ -174,6 +187,7 @@ class Packer:
             labels=torch.from_numpy(np.maximum(labels, 0)),
             masses=torch.from_numpy(masses),
             weights=torch.from_numpy(weights.astype(np.float32)),
+            sources=torch.from_numpy(source),
         )
 
 

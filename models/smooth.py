@@ -79,7 +79,8 @@ def _scale(
     activation = share(np.maximum(peaks, 1e-5))
     columns = share(np.maximum(np.abs(weight).max(axis=0), 1e-5))
     scale = activation**strength / columns ** (1 - strength)
-    return (scale / np.exp(np.log(scale).mean())).astype(np.float32)
+    centred: Floats = (scale / np.exp(np.log(scale).mean())).astype(np.float32)
+    return centred
 
 
 def _smooth_layer(weights: DraftWeights, layer: LayerWeights, peaks: LayerPeaks, strength: float) -> LayerWeights:

@@ -47,6 +47,19 @@ def tokenizer_hash(path: str | Path) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
+def tokenizer_size(path: str | Path) -> int:
+    """One more than the highest id of a `tokenizer.json`: the vocabulary, whatever an embedding is padded to.
+
+    Raises: ModelError as `tokenizer_hash`.
+    """
+    values = _read(Path(path))
+    vocab = (values.get("model") or {}).get("vocab")
+    if vocab is None:
+        raise ModelError(f"{path} is no tokenizer file, expected a 'model' with a 'vocab'")
+    top = max(vocab.values(), default=-1) if isinstance(vocab, dict) else len(vocab) - 1
+    return int(max([top, *(token["id"] for token in values.get("added_tokens") or [])])) + 1
+
+
 def target_fingerprint(folder: str | Path) -> str:
     """sha-256 hex over a target folder's architecture and the first 4 KiB of every tensor, by name.
 
