@@ -207,7 +207,7 @@ class Client:
             0, task, welcome, self._drafters, policy=policy, acceptance=acceptance, controller=controller
         )
         generation = GenerationStream(session, uplink, self._drafters, self._pool)
-        decoder = None if self._text is None else TextStream(self._text.decode, wanted.stop)
+        decoder = None if self._text is None else TextStream.of(self._text.decode, wanted, welcome.eos_ids)
         return CompletionStream(generation, decoder)
 
     async def complete(

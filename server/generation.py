@@ -55,7 +55,6 @@ class Generation:
         self.prompt_len = len(request.prompt)
         self.finish: FinishReason | None = None
         self.num_given = len(request.committed)
-        self._rules = rules
         room = rules.max_context - self.prompt_len
         wanted = self.sampling.max_tokens
         self.end = self.prompt_len + (room if wanted is None else min(wanted, room))
@@ -65,7 +64,8 @@ class Generation:
         self.live = LiveTree(limits, rules.vocab_size, aliases=request.verifier is not Verifier.MSS)
         stop_ids = set(self.sampling.stop_token_ids)
         self._stop_ids = frozenset(stop_ids if self.sampling.ignore_eos else stop_ids | set(rules.eos_ids))
-        self._text = self._new_text()
+        decode = rules.decode if self.sampling.stop else None
+        self._text = None if decode is None else TextStream.of(decode, self.sampling, rules.eos_ids)
         self._take_over(request)
 
     @property
@@ -129,16 +129,9 @@ class Generation:
             return FinishReason.STOP
         if self._text is not None:
             self._text.push((token,))
-            if self._text.stopped and may_stop:
-                return FinishReason.STOP
             if self._text.stopped:
-                self._text = self._new_text()
+                return FinishReason.STOP
         return FinishReason.LENGTH if self.length >= self.end else None
-
-    def _new_text(self) -> TextStream | None:
-        """Looks for stop strings; None without any. Begun afresh behind one that min_tokens does not let count."""
-        decode = self._rules.decode
-        return TextStream(decode, self.sampling.stop) if self.sampling.stop and decode is not None else None
 
     def _take_over(self, request: Open) -> None:
         """Replays the output that a resuming client holds. Raises ``ParameterError`` if it already ended."""

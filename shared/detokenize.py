@@ -9,7 +9,9 @@ Cost per token does not grow with the answer: only a short window of ids is deco
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+
+from paceline.shared.sampling import SamplingParams
 
 Decode = Callable[[Sequence[int]], str]
 REPLACEMENT = "\ufffd"
@@ -81,21 +83,29 @@ class StopMatcher:
         self._held = ""
         self.stopped: str | None = None
 
-    def push(self, text: str) -> str:
-        """The text that is safe to show. ``stopped`` is the stop string that was met, if any; nothing follows it."""
+    def push(self, text: str, *, may_stop: bool = True) -> str:
+        """The text that is safe to show. ``stopped`` is the stop string that was met, if any; nothing follows it.
+
+        may_stop: whether a stop string that ends in this text counts; one that does not is text, and the search begins
+        afresh behind it.
+        """
         if self.stopped is not None:
             return ""
         if not self._stops:
             return text
-        pending = self._held + text
+        pending, shown = self._held + text, ""
         found = self._first(pending)
+        while found is not None and not may_stop:
+            end = found[0] + len(found[1])
+            shown, pending = shown + pending[:end], pending[end:]
+            found = self._first(pending)
         if found is not None:
             begin, self.stopped = found
             self._held = ""
-            return pending[:begin]
+            return shown + pending[:begin]
         keep = self._possible(pending)
         self._held = pending[len(pending) - keep :]
-        return pending[: len(pending) - keep]
+        return shown + pending[: len(pending) - keep]
 
     def _first(self, text: str) -> tuple[int, str] | None:
         hits = [(text.find(stop), stop) for stop in self._stops]
@@ -120,27 +130,50 @@ class StopMatcher:
 
 
 class TextStream:
-    """Ids in, text out, cut before the first stop string."""
+    """Ids in, text out, cut before the first stop string. Both sides make text with it, so both cut at the same token.
 
-    def __init__(self, decode: Decode, stops: Sequence[str] = ()) -> None:
+    min_tokens: stop strings and stop ids count from this many ids on. stop_ids: ids that end the text and add none.
+    """
+
+    def __init__(
+        self, decode: Decode, stops: Sequence[str] = (), *, min_tokens: int = 0, stop_ids: Collection[int] = ()
+    ) -> None:
         self._detokenizer = Detokenizer(decode)
         self._matcher = StopMatcher(stops)
+        self._min_tokens = min_tokens
+        self._stop_ids = frozenset(stop_ids)
+        self._num_ids = 0
+        self._has_stop_id = False
+
+    @classmethod
+    def of(cls, decode: Decode, sampling: SamplingParams, eos_ids: Collection[int]) -> TextStream:
+        """As the parameters want it, for a target with these ends of text."""
+        stop_ids = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_ids)}
+        return cls(decode, sampling.stop, min_tokens=sampling.min_tokens, stop_ids=stop_ids)
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string was met."""
-        return self._matcher.stopped is not None
+        """Whether a stop string or a stop id was met."""
+        return self._has_stop_id or self._matcher.stopped is not None
 
     def push(self, ids: Sequence[int]) -> tuple[str, int]:
         """The text that the ids add, and how many of them were used: all, or up to the one that completed a stop."""
         parts: list[str] = []
         for used, token in enumerate(ids, start=1):
-            parts.append(self._matcher.push(self._detokenizer.push((token,))))
             if self.stopped:
-                return "".join(parts), used
+                return "".join(parts), used - 1
+            parts.append(self._push_one(int(token)))
         return "".join(parts), len(ids)
+
+    def _push_one(self, token: int) -> str:
+        self._num_ids += 1
+        may_stop = self._num_ids >= self._min_tokens
+        if may_stop and token in self._stop_ids:
+            self._has_stop_id = True
+            return ""
+        return self._matcher.push(self._detokenizer.push((token,)), may_stop=may_stop)
 
     def finish(self) -> str:
         """The rest of the text; call once, when no more ids come."""
-        tail = self._matcher.push(self._detokenizer.finish())
+        tail = self._matcher.push(self._detokenizer.finish(), may_stop=self._num_ids >= self._min_tokens)
         return tail + self._matcher.finish()

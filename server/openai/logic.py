@@ -106,12 +106,13 @@ class Job:
         self._connection = self.driver.connect(self._take)
         try:
             waiting = self.num_choices
+            eos_ids = self.driver.served.engine.rules.eos_ids if self.driver.served is not None else ()
             for index in range(waiting):
                 prompt, choice = divmod(index, self.sampling.n)
                 ids = np.array(self.prompts[prompt], np.int32)
                 verifier = self.sampling.default_verifier()
                 request = Open(index, ids, self.sampling, verifier, choice=choice, patience_s=0.0, drafting=False)
-                self._streams.append(TextStream(self.text.decode, self.sampling.stop))
+                self._streams.append(TextStream.of(self.text.decode, self.sampling, eos_ids))
                 self.driver.submit(self._connection, request, self._accepted)
             early: list[ServerMessage] = []
             while waiting:

@@ -118,6 +118,29 @@ async def test_logprobs_are_one_for_each_token_with_the_best_first(serve: Any) -
         assert tokens == shaped["tokens"]
 
 
+async def test_stops_before_min_tokens_are_text_and_count_as_tokens(serve: Any) -> None:
+    async with serve() as server, server.http() as client:
+
+        async def complete(**more: Any) -> Any:
+            body = {**COMPLETION, "max_tokens": 40, **more}
+            answer = (await client.post("/v1/completions", json=body)).json()
+            _, chunks = await stream_of(client, "/v1/completions", body)
+            assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == answer["choices"][0]["text"]
+            return answer
+
+        whole = (await complete())["choices"][0]["text"]
+        stop = whole[7:9]
+        later = await complete(stop=[stop], min_tokens=whole.index(stop) + len(stop) + 1)
+        second = whole.find(stop, whole.index(stop) + len(stop))
+        assert later["choices"][0]["text"] == (whole[:second] if second >= 0 else whole)
+        assert later["usage"]["completion_tokens"] == (second + len(stop) if second >= 0 else 40)
+        ending = server.target.greedy(list(COMPLETION["prompt"].encode()), 40)[5]
+        cut = await complete(stop_token_ids=[ending])
+        num = cut["usage"]["completion_tokens"]
+        assert cut["choices"][0]["finish_reason"] == "stop"
+        assert len(cut["choices"][0]["text"]) == num - 1
+
+
 async def test_stop_strings_seeds_and_choices(serve: Any) -> None:
     async with serve() as server, server.http() as client:
 

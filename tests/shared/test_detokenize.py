@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.shared.detokenize import Detokenizer, StopMatcher, TextStream
+from paceline.shared.sampling import SamplingParams
 
 TEXTS = ["삼겹살", "👩‍👩‍👧‍👦", "नमस्ते", "𝒳", "e\u0301", "a", "", "hello world", "x\n\n  y"]
 
@@ -114,6 +115,25 @@ def test_short_answers_lose_nothing_at_the_end(length: int) -> None:
 def test_used_ids_end_with_the_one_that_completed_the_stop() -> None:
     text = TextStream(decode_bytes, ["END"])
     assert text.push(list(b"abENDxyz")) == ("ab", 5)
+
+
+def test_stop_string_before_min_tokens_is_text_and_the_search_goes_on_behind_it() -> None:
+    text = TextStream(decode_bytes, ["END"], min_tokens=8)
+    assert text.push(list(b"aENDbENDcENDd")) == ("aENDb", 8)
+    assert (text.stopped, text.finish()) == (True, "")
+    text = TextStream(decode_bytes, ["END"], min_tokens=9)
+    assert text.push(list(b"aENDbENDcENDd")) == ("aENDbENDc", 12)
+    text = TextStream(decode_bytes, ["aa"], min_tokens=3)
+    assert text.push(list(b"aaaa")) == ("aa", 4)
+
+
+def test_stop_id_adds_no_text_and_counts_from_min_tokens_on() -> None:
+    sampling = SamplingParams(stop_token_ids=(ord("."),), min_tokens=3)
+    text = TextStream.of(decode_bytes, sampling, [ord("!")])
+    assert text.push(list(b"a.bc!d")) == ("a.bc", 5)
+    assert text.push(list(b"more")) == ("", 0)
+    ignoring = TextStream.of(decode_bytes, SamplingParams(ignore_eos=True), [ord("!")])
+    assert ignoring.push(list(b"a!b")) == ("a!b", 3)
 
 
 @given(st.text("ab#", max_size=40), st.lists(st.text("ab#", min_size=1, max_size=4), max_size=3), st.integers(1, 5))
