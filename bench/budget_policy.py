@@ -26,7 +26,7 @@ class TreeBudget:
 
     num_nodes: int = 32
     num_levels: int = 4
-    width: int = 8
+    width: int = 6
 
 
 class BudgetPolicy:

@@ -61,5 +61,6 @@ def _check_width(draft: Draft, model: Path, target: Path) -> None:
     needed, rows = tokenizer_size(target / TOKENIZER_NAME), draft.decoder.embed_tokens.weight.shape[0]
     if rows < needed or int(draft.vocabulary.max()) >= needed:
         raise ModelError(
-            f"expected a draft that reads all {needed} ids of {target.name!r}, got {model.name!r} with {rows} rows"
+            f"expected a draft that reads and writes the {needed} ids of {target.name!r}, got {model.name!r} with "
+            f"{rows} rows and ids up to {int(draft.vocabulary.max())}"
         )

@@ -20,9 +20,10 @@ from paceline.models.corpus import CorpusSettings, RoundWriter, write_corpus
 from paceline.models.distill import Distiller, DistillSettings, measure
 from paceline.models.distill import Progress as StepProgress
 from paceline.models.draft import Draft, evenly_outer_layers
+from paceline.models.manifest import TOKENIZER_NAME
 from paceline.models.samples import Corpus, Packer, rank_vocabulary
 from paceline.models.store import read_json, write_arrays, write_json
-from paceline.models.tokenizer_hash import target_fingerprint
+from paceline.models.tokenizer_hash import target_fingerprint, tokenizer_size
 from paceline.shared.errors import ModelError
 
 
@@ -90,7 +91,13 @@ def run_pipeline(
     corpus = Corpus.load(work / "corpus", num_rounds)
     hooks.on_stage("training the draft")
     vocab_rows = model.get_input_embeddings().weight.shape[0]
-    vocabulary = rank_vocabulary(corpus, vocab_rows, settings.vocab_size, sorted(set(tokenizer.all_special_ids)))
+    vocabulary = rank_vocabulary(
+        corpus,
+        vocab_rows,
+        settings.vocab_size,
+        sorted(set(tokenizer.all_special_ids)),
+        tokenizer_size(target / TOKENIZER_NAME),
+    )
     write_arrays(work / "vocabulary.npz", {"vocabulary": vocabulary})
     layer_ids = settings.layer_ids or evenly_outer_layers(model.config.num_hidden_layers, settings.num_layers)
     draft = Draft.from_target(model, layer_ids, vocabulary).to(device)

@@ -67,18 +67,20 @@ class Corpus:
 
 
 def rank_vocabulary(
-    corpus: Corpus, vocab_size: int, num_kept: int, special_ids: Sequence[int] = ()
+    corpus: Corpus, vocab_size: int, num_kept: int, special_ids: Sequence[int] = (), num_real: int | None = None
 ) -> NDArray[np.int64]:
     """The `num_kept` token ids to which the target gives most probability over its own text, sorted by id.
 
+    vocab_size: rows of the embedding. num_real: ids that the tokenizer has; padded rows beyond are never kept.
     Ties, unseen ids too, go to the lower id: byte-pair vocabularies are numbered by falling frequency.
     """
     mass = np.zeros(vocab_size)
     weight = np.where(corpus.kinds >= 2, 1.0, 0.3)
     np.add.at(mass, corpus.top_ids.ravel(), (np.exp(corpus.top_logprobs.astype(np.float32)) * weight[:, None]).ravel())
     mass[list(special_ids)] += 1e9
-    order = np.lexsort((np.arange(vocab_size), -mass))
-    return np.sort(order[: min(num_kept, vocab_size)]).astype(np.int64)
+    mass = mass[:num_real]
+    order = np.lexsort((np.arange(len(mass)), -mass))
+    return np.sort(order[:num_kept]).astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True)

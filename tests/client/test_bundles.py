@@ -10,11 +10,12 @@ import uvicorn
 from fastapi import FastAPI
 
 from paceline.client.address import parse_address
-from paceline.client.bundles import find_local_bundle, list_remote, pull_bundle
+from paceline.client.bundles import find_local_bundle, list_remote, pull_bundle, pull_manifest
 from paceline.client.drafting.choice import choose_drafters, named_bundle
 from paceline.models.catalogue import bundle_folder
 from paceline.models.manifest import Manifest, TargetEntry, describe_files, save_manifest
 from paceline.server.drafts import DraftShelf, make_drafts_router
+from paceline.shared.cli import main
 from paceline.shared.errors import BundleError, LinkError, ModelError, ParameterError
 from paceline.shared.messages import Limits, StepTime, Welcome
 
@@ -110,3 +111,16 @@ def test_named_bundle_of_another_target_is_refused_with_both_names(cache, tmp_pa
 )
 def test_drafters_are_chosen_by_name(cache, wanted, names):
     assert [drafter.name for drafter in choose_drafters(wanted, welcome(), lambda: None, None)] == names
+
+
+async def test_bundles_are_pulled_by_name_whatever_their_target(server):
+    (manifest,) = await list_remote(server)
+    bundle = await pull_manifest(server, manifest)
+    assert (bundle.folder / "weights.bin").read_bytes() == PAYLOAD
+
+
+async def test_command_pulls_everything_and_refuses_unknown_names(server, capsys):
+    assert await asyncio.to_thread(main, ["models", "pull", server.base]) == 0
+    assert str(bundle_folder("toy")) in capsys.readouterr().out.replace("\n", "")
+    assert await asyncio.to_thread(main, ["models", "pull", server.base, "--name", "other"]) == 2
+    assert "expected one of toy" in capsys.readouterr().err
