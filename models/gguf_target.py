@@ -126,6 +126,20 @@ def _stamp(source: GgufSource) -> dict[str, object]:
 
 def dequantise(source: GgufSource, gguf: Path, folder: Path) -> None:
     """Writes the float32 model, tokenizer and chat template to `folder` (made beside it, then renamed)."""
+    ensure_private(folder.parent)
+    part = folder.with_name(f".{folder.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    save_plain(gguf, part)
+    write_json(part / BUILD_NAME, _stamp(source))
+    shutil.rmtree(folder, ignore_errors=True)
+    part.replace(folder)
+
+
+def save_plain(gguf: Path, folder: Path) -> None:
+    """De-quantises any GGUF file to an ordinary float32 model folder, its tokenizer and chat template with it.
+
+    Raises what `transformers` raises for a file or an architecture that it cannot read.
+    """
     # The loader draws its own bar on stderr; tqdm reads this variable when it is first imported.
     os.environ.setdefault("TQDM_DISABLE", "1")
     import torch
@@ -133,12 +147,9 @@ def dequantise(source: GgufSource, gguf: Path, folder: Path) -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    ensure_private(folder.parent)
-    part = folder.with_name(f".{folder.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir()
-    loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    where = {"gguf_file": gguf.name, "local_files_only": True}
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **where)
+    loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **where)
     # A model loaded from GGUF refuses save_pretrained, so its tensors move into a plain model of that configuration.
     values = loaded.config.to_dict()
     for key in ("quantization_config", "_name_or_path"):
@@ -147,8 +158,5 @@ def dequantise(source: GgufSource, gguf: Path, folder: Path) -> None:
     plain.load_state_dict(loaded.state_dict(), strict=False)
     plain.tie_weights()
     plain.generation_config = loaded.generation_config
-    plain.save_pretrained(part)
-    tokenizer.save_pretrained(part)
-    write_json(part / BUILD_NAME, _stamp(source))
-    shutil.rmtree(folder, ignore_errors=True)
-    part.replace(folder)
+    plain.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

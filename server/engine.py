@@ -24,6 +24,7 @@ from paceline.server.acceptance import NodeBudget
 from paceline.server.choose import Choice, Request, choose
 from paceline.server.counters import EngineCounters
 from paceline.server.generation import Generation, OutputRules
+from paceline.server.overload import overloaded
 from paceline.server.participant import Key, Participant
 from paceline.server.patience import Patience
 from paceline.server.plan import Part, StepPlan, Wake
@@ -32,7 +33,7 @@ from paceline.server.scheduler import Candidate, Share, StepLimits, min_rate, sc
 from paceline.server.steptime import StepTimeModel
 from paceline.server.target import Target
 from paceline.shared.detokenize import Decode
-from paceline.shared.errors import BusyError, ContextError, PacelineError, ProtocolError
+from paceline.shared.errors import ContextError, PacelineError, ProtocolError
 from paceline.shared.messages import Commit, Fault, FinishReason, Grow, Limits, Open, Opened, ServerMessage, StepTime
 from paceline.shared.sampling import Verifier
 
@@ -107,8 +108,8 @@ class Engine:
         if self.find(key) is not None:
             raise ProtocolError(f"expected a new generation number, got {key[1]}, which is in use")
         if self.num_running + self.num_waiting >= self.settings.max_running + self.settings.max_queue:
-            state = f"{self.num_running} generations run and {self.num_waiting} wait"
-            raise BusyError(f"expected room in the queue (max_queue={self.settings.max_queue}), but {state}", 1.0)
+            numbers = (self.num_running, self.num_waiting, self.settings.max_queue)
+            raise overloaded(self.counters, self.step_times.current, *numbers)
         generation = Generation(request, self.rules, self.settings.limits)
         wish = self.settings.patience_s if request.patience_s is None else request.patience_s
         max_nodes = min(self.settings.max_nodes, self.settings.limits.max_live_nodes) if request.drafting else 0
@@ -285,14 +286,13 @@ class Engine:
         waiting = generation.live.ids
         committed = generation.commit(outcome.nodes, outcome.bonus, part.laid_out)
         num_scored, num_committed = len(part.laid_out.tree), len(committed.tokens)
-        kept = outcome.nodes[: committed.num_drafted]
-        rows = [*range(part.num_tokens), *(part.num_tokens + node for node in kept)]
+        rows = [*range(part.num_tokens), *(part.num_tokens + node for node in outcome.nodes[: committed.num_drafted])]
         self.counters.kv_bytes_moved += self.target.pool.commit(participant.sequence, part.base_len, rows)
         participant.cached_len = part.base_len + len(rows)
         self.target.pool.publish(participant.sequence, generation.tokens)
         participant.num_verified += num_scored
         participant.budget.observe(*generation.live.judge(waiting))
-        participant.patience.on_commit(now, has_nodes=participant.has_nodes)
+        participant.patience.on_commit(now, has_nodes=participant.has_nodes, was_bare=not num_scored)
         self.counters.num_drafted_steps += num_scored > 0
         self.counters.num_scored += num_scored
         self.counters.num_accepted += committed.num_drafted

@@ -9,10 +9,8 @@ import hashlib
 import shutil
 from pathlib import Path
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
 from paceline.models.catalogue import cache_dir, ensure_private
+from paceline.models.gguf_target import save_plain
 
 _HEAD_BYTES = 1 << 20
 
@@ -29,9 +27,7 @@ def unpack_gguf(path: Path) -> Path:
     ensure_private(folder.parent)
     part = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(part, ignore_errors=True)
-    where = {"gguf_file": path.name, "local_files_only": True}
-    AutoTokenizer.from_pretrained(path.parent, **where).save_pretrained(part)
-    AutoModelForCausalLM.from_pretrained(path.parent, dtype=torch.float32, **where).save_pretrained(part)
+    save_plain(path, part)
     part.replace(folder)
     return folder
 

@@ -6,7 +6,7 @@ fill. Rows go, in this order, to
     1. decoding       the one committed token without KV of every generation, so that each gets on by a token at least
     2. nodes          of the live trees: equal shares up to each one's budget, spare rows to those with the fewest
                       verified so far
-    3. prefill        chunks of prompts, oldest first; shortened while others decode, so that a step stays short
+    3. prefill        chunks of prompts, oldest first, each younger one a few rows; so long that a step stays short
 
 Budgets: one more node pays while its chance to be accepted is higher than the tokens that the whole step would commit
 in the time that the node's row takes (``min_rate``). So trees shrink as generations join, and grow as they leave.
@@ -22,8 +22,8 @@ from paceline.shared.messages import StepTime
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """max_rows: packed rows per step. prefill_step_s: how long prefill may make a step in which others decode.
-    min_chunk: rows that a prefill chunk has at least, so that it ends some day.
+    """max_rows: packed rows per step. prefill_step_s: how long prefill may make a step, whether others decode or not:
+    a generation that opens meanwhile waits for its end. min_chunk: rows that prefill has at least, so that it ends.
     """
 
     max_rows: int = 1024
@@ -69,18 +69,21 @@ def schedule(candidates: Sequence[Candidate], limits: StepLimits, step_time: Ste
         rows_left -= 1
     num_nodes = _share_nodes(candidates, [index for index in decoding if num_tokens[index]], rows_left)
     rows_left -= sum(num_nodes)
-    prefill_left = rows_left
-    if decoding and len(decoding) < len(candidates):
-        used = limits.max_rows - rows_left
-        affordable = int((limits.prefill_step_s - step_time.at(used)) / max(step_time.per_row_s, 1e-9))
-        prefill_left = min(rows_left, max(affordable, limits.min_chunk))
-    for index, candidate in enumerate(candidates):
-        if candidate.num_missing > 1 and prefill_left > 0:
-            num_tokens[index] = min(candidate.num_missing, prefill_left)
-            prefill_left -= num_tokens[index]
-            if num_tokens[index] == candidate.num_missing:
-                num_nodes[index] = min(candidate.num_live, candidate.max_nodes, prefill_left)
-                prefill_left -= num_nodes[index]
+    prefilling = [i for i, candidate in enumerate(candidates) if candidate.num_missing > 1]
+    seconds_left = limits.prefill_step_s - step_time.at(limits.max_rows - rows_left)
+    prefill_left = min(rows_left, max(int(seconds_left / max(step_time.per_row_s, 1e-9)), limits.min_chunk))
+    kept = sum(min(candidates[index].num_missing, limits.min_chunk) for index in prefilling)
+    for index in prefilling:
+        candidate = candidates[index]
+        # A short prompt does not wait until a long one before it is through: some rows are kept for the younger.
+        least = min(candidate.num_missing, limits.min_chunk)
+        kept -= least
+        own = max(prefill_left - kept, min(least, prefill_left))
+        num_tokens[index] = min(candidate.num_missing, own)
+        prefill_left -= num_tokens[index]
+        if num_tokens[index] == candidate.num_missing:
+            num_nodes[index] = min(candidate.num_live, candidate.max_nodes, prefill_left)
+            prefill_left -= num_nodes[index]
     return [Share(tokens, nodes) for tokens, nodes in zip(num_tokens, num_nodes, strict=True)]
 
 

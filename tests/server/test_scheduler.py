@@ -8,6 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.server.acceptance import Acceptance, NodeBudget
+from paceline.server.counters import EngineCounters
+from paceline.server.overload import overloaded, seconds_until_room
 from paceline.server.patience import Patience
 from paceline.server.scheduler import Candidate, StepLimits, min_rate, schedule
 from paceline.server.steptime import StepTimeModel
@@ -48,13 +50,27 @@ def test_node_rows_are_shared_equally_and_the_rest_goes_to_the_least_served() ->
     assert 0 <= nodes[1] - nodes[0] <= 1
 
 
-def test_prefill_is_short_while_others_decode_and_long_alone() -> None:
+@given(st.integers(0, 8), st.lists(st.integers(2, 3000), min_size=1, max_size=6))
+def test_prefill_keeps_steps_short_whether_others_decode_or_not(num_decoding: int, prompts: list[int]) -> None:
     limits = StepLimits(max_rows=1024, prefill_step_s=0.08)
-    busy = schedule([Candidate(1, 0, 0, 0), Candidate(2000, 0, 0, 0)], limits, MODEL)
-    assert busy[0].num_tokens == 1
-    assert MODEL.at(1 + busy[1].num_tokens) <= 0.081
-    alone = schedule([Candidate(2000, 0, 0, 0)], limits, MODEL)
-    assert alone[0].num_tokens == 1024
+    group = [Candidate(1, 0, 0, 0)] * num_decoding + [Candidate(size, 0, 0, 0) for size in prompts]
+    shares = schedule(group, limits, MODEL)
+    assert all(share.num_tokens == 1 for share in shares[:num_decoding])
+    rows = sum(share.num_tokens for share in shares)
+    assert MODEL.at(rows) <= 0.08 + 1e-9
+    assert rows >= min(sum(prompts), 80)
+
+
+def test_prefill_fills_the_step_where_rows_are_cheap() -> None:
+    shares = schedule([Candidate(2000, 0, 0, 0)], StepLimits(max_rows=1024), StepTime(0.02, 0.00001))
+    assert shares[0].num_tokens == 1024
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
+    limits = StepLimits(prefill_step_s=0.08)
+    shares = schedule([Candidate(5000, 0, 0, 0), Candidate(12, 0, 0, 0)], limits, MODEL)
+    assert shares[1].num_tokens == 12
+    assert shares[0].num_tokens >= 80
 
 
 def test_a_node_must_pay_more_as_generations_join() -> None:
@@ -154,3 +170,15 @@ def test_a_wish_is_kept_to_the_letter() -> None:
     assert eager.hold_until(MODEL, 5.0) == 10.0
     assert strict.is_strict
     assert not eager.is_strict
+
+
+def test_advice_to_a_refused_client_follows_steps_and_their_time() -> None:
+    counters = EngineCounters(num_finished=10, num_committed=2000, num_accepted=500)
+    assert seconds_until_room(counters, StepTime(0.04, 0.0), 1) == 150 * 0.04
+    assert seconds_until_room(counters, StepTime(0.04, 0.01), 4) == 150 * 0.08 / 4
+    assert seconds_until_room(EngineCounters(), StepTime(0.04, 0.0), 1) == 64 * 0.04
+    assert seconds_until_room(counters, StepTime(1e-6, 0.0), 64) == 0.5
+    assert seconds_until_room(counters, StepTime(9.0, 0.0), 1) == 60.0
+    refusal = overloaded(counters, StepTime(0.04, 0.0), 1, 3, 3)
+    assert refusal.retry_after_s == 6.0
+    assert "max_queue=3" in str(refusal)
