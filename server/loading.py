@@ -15,6 +15,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from paceline.models.catalogue import EMBEDDED, find_target
+from paceline.models.tokenizer_hash import tokenizer_size
 from paceline.server.attention.probe import Geometry, check_config, read_geometry
 from paceline.server.attention.registry import INTERFACE_NAME, make_backend, register_interface
 from paceline.server.batch import Batch, Segment
@@ -152,7 +153,7 @@ def _target_info(model: PreTrainedModel, name: str, folder: Path | None, max_con
     own_limit = int(getattr(config, "max_position_embeddings", 0) or 0) or 1 << 20
     return TargetInfo(
         name=name,
-        vocab_size=min(rows, _num_token_ids(tokenizer)) if tokenizer is not None else rows,
+        vocab_size=min(rows, tokenizer_size(tokenizer)) if tokenizer is not None else rows,
         max_context=own_limit if max_context is None else min(own_limit, max_context),
         bos_token_id=config.bos_token_id,
         eos_token_ids=eos_ids,
@@ -170,13 +171,6 @@ def _has_plain_head(model: PreTrainedModel) -> bool:
 
 def _file(folder: Path | None, name: str) -> Path | None:
     return folder / name if folder is not None and (folder / name).is_file() else None
-
-
-def _num_token_ids(tokenizer: Path) -> int:
-    """One more than the largest id that the tokenizer can produce."""
-    from tokenizers import Tokenizer
-
-    return int(max(Tokenizer.from_file(str(tokenizer)).get_vocab(with_added_tokens=True).values())) + 1
 
 
 def _make_pool(model: PreTrainedModel, geometry: Geometry, kv_memory: int | None) -> KVPool:

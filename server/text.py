@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -32,19 +33,25 @@ class TargetText:
         """Raises ``ModelError`` if the files cannot be read."""
         try:
             self._tokenizer = Tokenizer.from_file(str(tokenizer_path))
-            self._literal = Tokenizer.from_file(str(tokenizer_path))
         except Exception as error:
             raise ModelError(f"cannot read the tokenizer {tokenizer_path}: {error}") from error
-        self._literal.encode_special_tokens = True
+        self._path = tokenizer_path
         self.hash = tokenizer_hash(tokenizer_path)
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self._longest = max(len(piece) for piece in vocabulary)
-        added = json.loads(tokenizer_path.read_text(encoding="utf-8")).get("added_tokens") or []
-        self._special_ids = {str(entry["content"]): int(entry["id"]) for entry in added if entry.get("special")}
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._special_ids = {token.content: number for number, token in added.items() if token.special}
         names = sorted(self._special_ids, key=len, reverse=True)
         self._pattern = re.compile("|".join(re.escape(name) for name in names)) if names else None
         self._names = _special_names(tokenizer_path.with_name("tokenizer_config.json"))
         self._template = _template(chat_template_path, tokenizer_path.with_name("tokenizer_config.json"))
+
+    @cached_property
+    def _literal(self) -> Tokenizer:
+        """Reads control tokens as plain text. Made for the first message that spells one: few do, loading is slow."""
+        tokenizer = Tokenizer.from_file(str(self._path))
+        tokenizer.encode_special_tokens = True
+        return tokenizer
 
     @property
     def has_template(self) -> bool:

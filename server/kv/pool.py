@@ -10,6 +10,8 @@ Not here: who runs when (scheduler), how KV is computed and read (attention).
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -60,7 +62,7 @@ class KVPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         shape = (num_layers, 2, num_kv_heads, num_blocks * block_size, head_dim)
-        self.data = torch.zeros(shape, dtype=dtype, device=device)
+        self.data = _blank(shape, dtype, torch.device(device))
         self._layers = [(layer[0], layer[1]) for layer in self.data]
         self._table = BlockTable(num_blocks)
         self._sequences: dict[int, _Sequence] = {}
@@ -258,3 +260,10 @@ class KVPool:
     @staticmethod
     def _is_contiguous(blocks: list[int]) -> bool:
         return all(second == first + 1 for first, second in pairwise(blocks))
+
+
+def _blank(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros. In main memory the system hands out zero pages as they are first written: a pool costs what is used."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.frombuffer(mmap.mmap(-1, math.prod(shape) * dtype.itemsize), dtype=dtype).view(shape)
