@@ -15,6 +15,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from paceline.server.driver import EngineDriver, Served
 from paceline.server.gate import UnreadyError, error_body
@@ -29,6 +30,8 @@ from paceline.shared.sampling import SamplingParams
 
 KEEP_ALIVE_S = 10.0
 """A comment goes out after so many seconds without a token, so that proxies keep the stream open."""
+BODY_S = 60.0
+"""Seconds that a client has for a request's body: a slow drip holds no connection for long."""
 MAX_CHOICES_PER_REQUEST = 128
 _SSE_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no", "connection": "keep-alive"}
 
@@ -93,9 +96,7 @@ class OpenAIRoutes:
         job = Job(self._driver, answer.text, prompts, sampling)
         if stream:
             await job.__aenter__()
-            return StreamingResponse(
-                self._events(job, answer, usage_chunk), media_type="text/event-stream", headers=_SSE_HEADERS
-            )
+            return _JobResponse(job, self._events(job, answer, usage_chunk))
         gone = asyncio.create_task(_until_gone(request))
         work = asyncio.create_task(self._collect(job, answer))
         try:
@@ -133,8 +134,6 @@ class OpenAIRoutes:
         except PacelineError as error:
             yield _event(error_body(error))
             yield b"data: [DONE]\n\n"
-        finally:
-            await job.__aexit__()
 
     def _observe(self, job: Job) -> None:
         if job.usage.first_at is not None:
@@ -147,10 +146,14 @@ class OpenAIRoutes:
         data = bytearray()
         if not declared.isdigit() or int(declared) > limit:
             raise LimitError(f"expected a body of at most {limit} bytes, got {declared[:20]}")
-        async for piece in request.stream():
-            data += piece
-            if len(data) > limit:
-                raise LimitError(f"expected a body of at most {limit} bytes, got more")
+        try:
+            async with asyncio.timeout(BODY_S):
+                async for piece in request.stream():
+                    data += piece
+                    if len(data) > limit:
+                        raise LimitError(f"expected a body of at most {limit} bytes, got more")
+        except TimeoutError:
+            raise LimitError(f"expected the whole body within {BODY_S:g} s, got {len(data)} bytes") from None
         return bytes(data)
 
     def _served(self) -> Served:
@@ -165,6 +168,21 @@ class OpenAIRoutes:
         if served.text is None:
             raise ModelError("expected a model with a tokenizer, got one without: use /v1/stream with token ids")
         return served, served.text
+
+
+class _JobResponse(StreamingResponse):
+    """Streams a job's events and frees it whatever happens: a client may be gone before the first one is asked for."""
+
+    def __init__(self, job: Job, events: AsyncIterator[bytes]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers=_SSE_HEADERS)
+        self._job = job
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends everything."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._job.__aexit__()
 
 
 def make_openai_router(driver: EngineDriver, settings: ServerSettings, metrics: ServerMetrics) -> APIRouter:

@@ -9,9 +9,11 @@ import signal
 import time
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
+from paceline.server import serving
 from paceline.server.openai import router
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 12, "temperature": 0}
@@ -358,3 +360,41 @@ async def test_engine_that_dies_is_not_live(serve: Any, monkeypatch: pytest.Monk
         assert (await client.get("/livez")).status_code == 503
         logging.getLogger("paceline.server").disabled = False
     assert server.code == 1
+
+
+async def test_streams_dropped_at_any_moment_are_freed(serve: Any) -> None:
+    """U060: also between admission and the first event."""
+    async with serve(step_s=0.002) as server:
+        body = json.dumps({**COMPLETION, "max_tokens": 400, "stream": True}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        for index in range(40):
+            _, writer = await asyncio.open_connection("127.0.0.1", server.port)
+            writer.write(head + body)
+            await writer.drain()
+            await asyncio.sleep(0.0005 * (index % 20))
+            writer.transport.abort()
+        deadline = time.monotonic() + 3
+        while not server.state.driver.is_idle and time.monotonic() < deadline:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        assert server.state.driver.is_idle
+        assert server.target.pool.num_used_blocks == 0
+
+
+async def test_dripping_body_is_refused_in_time(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """U072."""
+    monkeypatch.setattr(router, "BODY_S", 0.3)
+    monkeypatch.setattr(serving, "HEADER_S", 0.3)
+
+    async def drip() -> Any:
+        for _ in range(200):
+            yield b" "
+            await asyncio.sleep(0.05)
+
+    async with serve() as server, server.http() as client:
+        try:
+            response = await asyncio.wait_for(client.post("/v1/completions", content=drip()), 5)
+        except httpx.TransportError:
+            pass  # the server hung up while the body was still on its way
+        else:
+            assert response.status_code == 413
+        assert (await client.post("/v1/completions", json=COMPLETION)).status_code == 200
