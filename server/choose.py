@@ -17,8 +17,9 @@ import torch
 from numpy.typing import NDArray
 
 from paceline.server import noise
+from paceline.server.shortlist import shortlist
 from paceline.server.verify import RandomDice, Verdict, argmax, distribution, first_argmax, match, multi_step, walk
-from paceline.server.warp import Rows, edit, finish, shortlist, warp
+from paceline.server.warp import Rows, edit, finish, warp
 from paceline.shared.errors import NumericsError, PacelineError, TreeError
 from paceline.shared.messages import Proposal, TokenLogprobs
 from paceline.shared.noise import gumbel
@@ -126,7 +127,7 @@ class _View:
         depth = int(request.tree.depths[row - 1]) if row else 0
         return noise.Key(request.seed, request.choice, request.position + depth)
 
-    def scores(self, row: int) -> tuple[torch.Tensor | None, torch.Tensor]:
+    def scores(self, row: int) -> tuple[NDArray[np.int64] | None, torch.Tensor]:
         """log p at one row, up to a constant: (None, float32[V]), or (ids, float32[k]) where filters leave few."""
         raw = self.logits[self.first + row]
         if _is_plain(self.request):
@@ -134,30 +135,30 @@ class _View:
         rows = _rows(self.request, row)
         scores = raw.to(torch.float32, copy=True)
         edit(scores[None], [rows])
-        few = shortlist(scores, rows.sampling)
-        return few or (None, finish(scores[None], [rows])[0])
+        few = shortlist(scores.numpy(), rows.sampling) if scores.device.type == "cpu" else None
+        if few is not None:
+            return few[0], torch.from_numpy(few[1])
+        return None, finish(scores[None], [rows])[0]
 
     def token(self, row: int) -> int:
         """The greedy or coupled choice at one row."""
         ids, scores = self.scores(row)
         if ids is not None:
-            tokens = ids.cpu().numpy()
             request, key = self.request, self.key(row)
-            extra = gumbel(request.seed, key.position, tokens, request.choice) if self.is_noisy else np.float32(0.0)
-            return int(tokens[first_argmax(scores.cpu().numpy() + extra)])
+            extra = gumbel(request.seed, key.position, ids, request.choice) if self.is_noisy else np.float32(0.0)
+            return int(ids[first_argmax(scores.numpy() + extra)])
         if self.is_noisy:
-            scores = scores + noise.gumbel([self.key(row)], len(scores), scores.device)[0]
+            scores = noise.gumbel([self.key(row)], len(scores), scores.device)[0].add_(scores)
         return first_argmax(scores.cpu().numpy())
 
     def probs(self, row: int) -> NDArray[np.float64]:
         """float64[V]: p at one row."""
         ids, scores = self.scores(row)
-        p = torch.where(scores.isnan(), -torch.inf, scores).softmax(dim=-1).cpu().numpy()
         if ids is None:
-            return distribution(p)
+            return distribution(torch.where(scores.isnan(), -torch.inf, scores).softmax(dim=-1).cpu().numpy())
         dense = np.zeros(self.logits.shape[1])
-        dense[ids.cpu().numpy()] = p
-        return distribution(dense)
+        dense[ids] = distribution(scores.softmax(dim=-1).numpy())
+        return dense
 
 
 def _views(logits: torch.Tensor, requests: Sequence[Request]) -> list[_View]:

@@ -39,7 +39,8 @@ def gumbel(keys: Sequence[Key], vocab_size: int, device: torch.device) -> torch.
     """float32[len(keys), vocab_size] on ``device``: one row of noise for each key, equal keys computed once."""
     unique = list(dict.fromkeys(keys))
     if device.type == "cpu":
-        rows = torch.from_numpy(np.stack([gumbel_row(k.seed, k.position, vocab_size, k.choice) for k in unique]))
+        made = [gumbel_row(key.seed, key.position, vocab_size, key.choice) for key in unique]
+        rows = torch.from_numpy(made[0][None] if len(made) == 1 else np.stack(made))
     else:
         rows = gumbel_on_device(unique, vocab_size, device)
     if len(unique) == len(keys):

@@ -23,11 +23,9 @@ from paceline.shared.sampling import SamplingParams
 
 _NUM_CANDIDATES = 256
 """Likeliest tokens looked at before a whole row is sorted: enough for nearly every top-k and top-p."""
-_MORE_CANDIDATES = 4096
-"""Looked at next where one row is decided alone: a sort costs ten times as much."""
-_TOLERANCE = 1e-6
+TOLERANCE = 1e-6
 """A cut that misses its bound by rounding alone counts as reaching it (float32 log-probabilities near 0.1 to 1)."""
-_COLD = 1e-2
+COLD = 1e-2
 """Below this temperature logits are shifted first, so that dividing by it cannot overflow."""
 
 
@@ -70,7 +68,7 @@ def warp(scores: torch.Tensor, groups: Sequence[Rows]) -> torch.Tensor:
 def finish(scores: torch.Tensor, groups: Sequence[Rows]) -> torch.Tensor:
     """Temperature and filters on edited rows, in place."""
     _heat(scores, [(group.sampling.temperature, group.count) for group in groups])
-    cuts = [_cut(group.sampling) for group in groups]
+    cuts = [cuts_of(group.sampling) for group in groups]
     if any(cuts):
         counts = [group.count for group in groups]
         rows = np.flatnonzero(np.repeat([cut is not None for cut in cuts], counts))
@@ -89,31 +87,7 @@ def edit(scores: torch.Tensor, groups: Sequence[Rows]) -> None:
     _edit(scores, groups, _barred, lambda logits, bar: torch.full_like(logits, -torch.inf))
 
 
-def shortlist(scores: torch.Tensor, sampling: SamplingParams) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """What the filters leave of one edited row, without rewriting the row: (int64[k] ascending ids, float32[k]).
-
-    The same tokens with the same bits as ``warp``. None where no filter is set, or where it takes the whole row: a cut
-    beyond the first candidates, a tie at the cut, a temperature near 0.
-    """
-    cut = _cut(sampling)
-    if cut is None or sampling.temperature < _COLD:
-        return None
-    # A tensor, not a number: dividing by a number may be done as multiplying by its reciprocal.
-    part = scores[None] / torch.full((1, 1), sampling.temperature, device=scores.device)
-    limits = torch.tensor([cut], dtype=torch.float64, device=scores.device)
-    for num_candidates in (_NUM_CANDIDATES, _MORE_CANDIDATES):
-        values, ids = part.topk(min(num_candidates, part.shape[1]))
-        kept, sure = _num_kept(part, values, limits)
-        if sure[0]:
-            break
-    count = int(kept[0])
-    if not sure[0] or (count < values.shape[1] and values[0, count] == values[0, count - 1]):
-        return None
-    ordered = ids[0, :count].sort()
-    return ordered.values, values[0, ordered.indices]
-
-
-def _cut(sampling: SamplingParams) -> tuple[float, float, float] | None:
+def cuts_of(sampling: SamplingParams) -> tuple[float, float, float] | None:
     """(top_k, top_p, min_p), or None where no filter acts."""
     cut = (float(sampling.top_k), sampling.top_p, sampling.min_p)
     return None if sampling.is_greedy or cut == (0.0, 1.0, 0.0) else cut
@@ -176,7 +150,11 @@ def _barred(group: Rows) -> _Cells | None:
 
 def _occurrences(group: Rows, committed: NDArray[np.int32]) -> _Cells:
     """How often each token occurs in ``committed`` and on each row's own path, for those that occur."""
+    if group.count == 1:
+        committed = np.concatenate([committed, group.path_tokens])
     tokens, counts = np.unique(committed.astype(np.int64), return_counts=True)
+    if group.count == 1:
+        return _Cells(np.zeros(len(tokens), np.int64), tokens, counts.astype(np.float64))
     shared = _everywhere(group.count, tokens.tolist(), counts.astype(np.float64).tolist())
     if not len(group.path_rows):
         return shared
@@ -207,7 +185,7 @@ def _heat(scores: torch.Tensor, temperatures: Sequence[tuple[float, int]]) -> No
     divisors = np.concatenate([np.full(count, value or 1.0, np.float64) for value, count in temperatures])
     if (divisors == 1.0).all():
         return
-    cold = np.flatnonzero(divisors < _COLD)
+    cold = np.flatnonzero(divisors < COLD)
     for row in cold:
         shifted = scores[row] - scores[row].amax()
         scores[row] = (shifted.double() / divisors[row]).to(torch.float32)
@@ -226,12 +204,13 @@ def _filter(scores: torch.Tensor, rows: NDArray[np.int64], cuts: NDArray[np.floa
     limits = torch.from_numpy(cuts).to(scores.device)
     num_candidates = min(_NUM_CANDIDATES, part.shape[1])
     values = part.topk(num_candidates).values
-    kept, sure = _num_kept(part, values, limits)
+    whole = probability_mass(part, values[:, :1])
+    kept, sure = num_kept(values, whole, limits, part.shape[1])
     unsure = torch.nonzero(~sure)[:, 0]
     if len(unsure):
         hard = part[unsure]
         ordered = hard.sort(dim=-1, descending=True).values
-        kept[unsure], _ = _num_kept(hard, ordered, limits[unsure])
+        kept[unsure], _ = num_kept(ordered, whole[unsure], limits[unsure], part.shape[1])
         threshold = values.gather(1, (kept - 1).clamp(max=num_candidates - 1)[:, None])
         threshold[unsure] = ordered.gather(1, (kept[unsure] - 1)[:, None])
     else:
@@ -241,21 +220,31 @@ def _filter(scores: torch.Tensor, rows: NDArray[np.int64], cuts: NDArray[np.floa
         scores[index] = part
 
 
-def _num_kept(part: torch.Tensor, values: torch.Tensor, limits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def probability_mass(part: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
+    """float64[r]: the summed exp(part - top) of each row. part: float32[r, V]; top: float32[r, 1].
+
+    Far below the top a subnormal exp would be slow on a CPU, and adds nothing.
+    """
+    return (part - top).clamp_(min=-80.0).exp_().sum(dim=-1, dtype=torch.float64)
+
+
+def num_kept(
+    values: torch.Tensor, whole: torch.Tensor, limits: torch.Tensor, vocab_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """int64[r] how many of the likeliest tokens stay, and bool[r] whether ``values`` reached far enough to know.
 
-    part: float32[r, V]; values: float32[r, m], its m largest, descending; limits: float64[r, 3].
+    values: float32[r, m], the m largest of each row, descending. whole: float64[r], ``probability_mass`` of the rows.
+    limits: float64[r, 3], see ``cuts_of``.
     """
-    vocab_size, num_known = part.shape[1], values.shape[1]
+    num_known = values.shape[1]
     top_k, top_p, min_p = limits.T
     by_k = torch.where(top_k > 0, top_k, vocab_size).clamp(max=vocab_size).to(torch.int64)
     top = values[:, :1]
     mass = (values - top).to(torch.float64).exp()
-    mass = torch.where(torch.arange(num_known, device=part.device) < by_k[:, None], mass, 0.0)
-    whole = torch.where(by_k >= vocab_size, (part - top).exp().sum(dim=-1, dtype=torch.float64), mass.sum(dim=-1))
-    wanted = (top_p - _TOLERANCE) * whole
+    mass = torch.where(torch.arange(num_known, device=values.device) < by_k[:, None], mass, 0.0)
+    wanted = (top_p - TOLERANCE) * torch.where(by_k >= vocab_size, whole, mass.sum(dim=-1))
     by_p = torch.where(top_p < 1.0, (mass.cumsum(dim=-1) < wanted[:, None]).sum(dim=-1) + 1, vocab_size)
-    floor = top.to(torch.float64) + torch.log(min_p)[:, None] - _TOLERANCE
+    floor = top.to(torch.float64) + torch.log(min_p)[:, None] - TOLERANCE
     by_min = torch.where(min_p > 0.0, (values.to(torch.float64) >= floor).sum(dim=-1), vocab_size)
     within_k = (by_k <= num_known) | (by_k >= vocab_size)
     kept = torch.minimum(torch.minimum(by_k, by_p), by_min).clamp(min=1)

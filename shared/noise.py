@@ -32,7 +32,7 @@ FIRST_KNOT = 126 << KNOT_BITS
 """Index bits of the float32 0.5, the smallest argument."""
 NUM_KNOTS = (32 << KNOT_BITS) + 1
 """Knots on one side: arguments 0.5 to 2^31, both included."""
-_CHUNK_BLOCKS = 8192
+_CHUNK_BLOCKS = 4096
 _LN_2 = 0.6931471805599453
 _SQRT_2 = 1.4142135623730951
 
