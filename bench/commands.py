@@ -29,6 +29,8 @@ Examples:
   paceline bench --real --rtt 0,20,80 --json real.json  processes over loopback, through a delaying relay
 
   paceline bench --prompts my.jsonl --calibrate         your prompts, this machine's step time
+
+  paceline bench --flips --json flips.json              what bfloat16 changes, against teacher forcing
 """
 
 
@@ -39,6 +41,7 @@ class Mode(StrEnum):
     REAL = "real"
     ENGINE = "engine"
     VERIFIERS = "verifiers"
+    FLIPS = "flips"
 
 
 def _numbers(param: str, text: str) -> tuple[float, ...]:
@@ -51,11 +54,11 @@ def _numbers(param: str, text: str) -> tuple[float, ...]:
     return values
 
 
-def _mode(*, simulate: bool, real: bool, engine: bool, verifiers: bool) -> Mode:
-    flags = {Mode.SIMULATE: simulate, Mode.REAL: real, Mode.ENGINE: engine, Mode.VERIFIERS: verifiers}
-    chosen = [mode for mode, is_set in flags.items() if is_set]
+def _mode(**flags: bool) -> Mode:
+    """flags: by the names of the modes."""
+    chosen = [Mode(name) for name, is_set in flags.items() if is_set]
     if len(chosen) > 1:
-        raise UsageError(f"expected one of --simulate, --real, --engine, --verifiers, got {len(chosen)}")
+        raise UsageError(f"expected one of {', '.join(f'--{mode}' for mode in Mode)}, got {len(chosen)}")
     return chosen[0] if chosen else Mode.SIMULATE
 
 
@@ -65,6 +68,9 @@ def bench(
     real: Annotated[bool, typer.Option("--real", help="processes over loopback through a delaying relay")] = False,
     engine: Annotated[bool, typer.Option("--engine", help="the engine against transformers, no network")] = False,
     verifiers: Annotated[bool, typer.Option("--verifiers", help="tokens per step of the four verifiers")] = False,
+    flips: Annotated[
+        bool, typer.Option("--flips", help="bfloat16 tokens that are not a plain forward's argmax")
+    ] = False,
     rtt: Annotated[
         str, typer.Option(help="round trip times in ms, with commas", envvar="PACELINE_BENCH_RTT")
     ] = "0,10,20,40,80,150,300",
@@ -86,7 +92,7 @@ def bench(
         int, typer.Option(min=2, help="tokens of output per prompt", envvar="PACELINE_BENCH_MAX_TOKENS")
     ] = 96,
     model: Annotated[
-        str, typer.Option(help="the pair for --prompts and --real", envvar="PACELINE_BENCH_MODEL")
+        str, typer.Option(help="the pair for --prompts, --real and --flips", envvar="PACELINE_BENCH_MODEL")
     ] = "smollm2",
     jitter: Annotated[
         float, typer.Option(min=0.0, help="largest jitter as a share of the RTT", envvar="PACELINE_BENCH_JITTER")
@@ -109,7 +115,7 @@ def bench(
         Path | None, typer.Option(help="write a .png or a self-contained .html", envvar="PACELINE_BENCH_PLOT")
     ] = None,
 ) -> None:
-    mode = _mode(simulate=simulate, real=real, engine=engine, verifiers=verifiers)
+    mode = _mode(simulate=simulate, real=real, engine=engine, verifiers=verifiers, flips=flips)
     rtts = _numbers("rtt", rtt)
     steps = tuple(part.strip() for part in step.split(",") if part.strip())
     for one in steps:
@@ -126,6 +132,11 @@ def bench(
         from paceline.bench.verifiers import run_verifier_bench
 
         _print_json(run_verifier_bench(), json_path)
+        return
+    if mode is Mode.FLIPS:
+        from paceline.bench.flips import run_flip_bench
+
+        _print_json(run_flip_bench(model, prompts, max_tokens, progress=console.print), json_path)
         return
     if mode is Mode.REAL:
         from paceline.bench.real import run_real

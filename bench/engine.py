@@ -45,7 +45,7 @@ def run_engine_bench(
     verify: dict[str, dict[str, float]] = {}
     for dtype in dtypes:
         target = load_target(model, dtype=dtype)
-        peer = _load_peer(model, dtype, target.model.device)
+        peer = load_peer(model, dtype, target.model.device)
         one[dtype] = _one_stream(target, peer, num_tokens, rounds)
         verify[dtype] = _verify_step(target, peer, 3 * rounds)
         eight[dtype] = _eight_streams(target, peer, num_tokens, max(1, rounds - 1))
@@ -72,7 +72,7 @@ def run_engine_bench(
     }
 
 
-def _load_peer(model: str, dtype: str, device: torch.device) -> Any:
+def load_peer(model: str, dtype: str, device: torch.device) -> Any:
     """The same weights as plain ``transformers``, told never to stop early."""
     peer: Any = AutoModelForCausalLM.from_pretrained(
         find_target(model), dtype=getattr(torch, dtype), attn_implementation="sdpa", local_files_only=True

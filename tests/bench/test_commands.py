@@ -45,6 +45,7 @@ def test_simulate_prints_a_table_and_writes_json(tmp_path: Path, capsys: pytest.
         ("--methods", "magic"),
         ("--plot", "x.pdf"),
         ("--simulate", "--real"),
+        ("--flips", "--engine"),
         ("--clients", "0"),
         ("--prompts", "/nonexistent/file"),
         ("--unknown",),
