@@ -12,7 +12,7 @@ Baselines may pick their best shape in each cell with hindsight; ours adapts by 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from paceline.bench.baselines.colocated import ColocatedServer
@@ -105,19 +105,22 @@ def closed_loop(clock: VirtualClock, cell: Cell, start: Starter) -> list[Served]
 
 
 def stream(
-    cell: Cell, model: ClientModel, settings: EngineSettings | None = None, clock: VirtualClock | None = None
+    cell: Cell,
+    model: ClientModel,
+    settings: EngineSettings | None = None,
+    others: Mapping[int, ClientModel] | None = None,
 ) -> list[Served]:
-    """Requests through the real engine and the real session."""
-    clock = clock or VirtualClock()
+    """Requests through the real engine and the real session. others: requests, by number from 0, that differ."""
+    clock = VirtualClock()
     settings = replace(settings or EngineSettings(), step_time=cell.step_time)
     target = RecordedTarget(cell.vocab_size)
     server = SimulatedServer(clock, target, cell.step_time, settings)
     numbers = iter(range(1, 1 << 30))
 
     def start(recording: Recording, seed: int, on_done: Callable[[], None]) -> Served:
-        client = StreamClient(
-            clock, server, recording, cell.link, model, number=next(numbers), seed=seed, on_done=on_done
-        )
+        number = next(numbers)
+        mine = (others or {}).get(number - 1, model)
+        client = StreamClient(clock, server, recording, cell.link, mine, number=number, seed=seed, on_done=on_done)
         client.start()
         return client.served
 

@@ -3,6 +3,8 @@
 Two halves, cached apart: the target's output depends on the target, the prompt and the sampling only; the answers
 depend on the draft bundle as well. So a new draft costs a pass of the draft model and no target.
 
+    python -m paceline.bench.recorder       makes the recordings that ship with the package again, after a new draft
+
 Not here: what recordings are for (``recording``).
 """
 
@@ -10,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,11 +21,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.bench.prompts import Prompt
-from paceline.bench.recording import Recording, RecordingSet, Rows
+from paceline.bench.prompts import Prompt, load_prompts
+from paceline.bench.recording import SHIPPED, Recording, RecordingSet, Rows, coverage
 from paceline.client.drafting.drafter import ANCHOR_KEY, Candidates, Drafter, DraftRequest, DraftSequence
 from paceline.client.drafting.onnx_ssm import OnnxDrafter
-from paceline.models.catalogue import cache_dir, ensure_private, find_bundle, find_target
+from paceline.models.catalogue import EMBEDDED, cache_dir, ensure_private, find_bundle, find_target
 from paceline.models.manifest import MANIFEST_NAME
 from paceline.server.engine import Engine, EngineSettings
 from paceline.server.plan import StepPlan
@@ -31,6 +34,7 @@ from paceline.shared.errors import RemoteError
 from paceline.shared.messages import Commit, Fault, Open
 from paceline.shared.sampling import SamplingParams
 
+_SHIPPED_TOKENS = 96
 WIDTH = 16
 """Candidates recorded per position: more than a session ever keeps below one node."""
 
@@ -207,3 +211,16 @@ def _rows(answers: Sequence[Candidates]) -> Rows:
         ids[index, :count] = row_ids[:count]
         logprobs[index, :count] = row_logprobs[:count]
     return Rows(ids, logprobs)
+
+
+def main() -> None:
+    """Make the recordings that ship with the package, from its own prompts and the embedded pair."""
+    prompts = load_prompts(SHIPPED.with_name("prompts.jsonl"))
+    recordings = record(EMBEDDED, prompts, _SHIPPED_TOKENS, progress=lambda line: print(line, file=sys.stderr))
+    shares = ", ".join(f"{rank}: {coverage(recordings.recordings, rank):.3f}" for rank in (1, 4, 16))
+    recordings.save(SHIPPED)
+    print(f"wrote {SHIPPED.name} ({SHIPPED.stat().st_size} bytes), right token among the first {shares}")
+
+
+if __name__ == "__main__":
+    main()

@@ -16,6 +16,7 @@ MAX_WAIT_S = 2.0
 _LEARNING = 0.25
 _MIN_RELIABILITY = 0.7
 _FIRST_SURVIVAL = 0.6
+_MAX_PART_OF_STEP = 0.5
 
 
 class Patience:
@@ -73,9 +74,9 @@ class Patience:
     def longest_wait(self, step_time: StepTime, accepted_per_step: float) -> float:
         """Seconds up to which waiting yields more tokens per second than running on.
 
-        With a accepted nodes per drafted step, steps of T seconds and a chance s that a draft which arrives during a bare
-        step survives it, running on yields 1 + s (1 + a) tokens in 1 + s steps, waiting w seconds 1 + a in T + w:
-        waiting pays up to w = T a / (1 + s (1 + a)).
+        With a accepted nodes per drafted step, steps of T seconds and a chance s that a draft which arrives during a
+        bare step survives it, running on yields 1 + s (1 + a) tokens in 1 + s steps, waiting w seconds 1 + a in T + w:
+        waiting pays up to w = T a / (1 + s (1 + a)). Never more than half a step: early figures are only hopes.
         """
         a = max(accepted_per_step, 0.0)
-        return step_time.at(1) * a / (1.0 + self._survival * (1.0 + a))
+        return step_time.at(1) * min(a / (1.0 + self._survival * (1.0 + a)), _MAX_PART_OF_STEP)
