@@ -8,7 +8,7 @@ stock model in the same precision (teacher forcing), and each emitted token is h
     flip       another token; harmless while its logit is within ``MAX_ULP`` units in the last place of the largest
     beyond     a flip by more than that
 
-The texts are written twice, with drafts and by the server alone, since plain streaming flips too. In float32 nothing may.
+The texts are written twice, with drafts and by the server alone: plain streaming flips too. In float32 nothing may.
 """
 
 from __future__ import annotations
@@ -91,7 +91,8 @@ def run_flip_bench(
         target = load_target(pair, dtype=dtype)
         peer = load_peer(pair, dtype, target.model.device)
         figures[dtype] = {}
-        for name, drafters in {"drafted": [*models, NGramDrafter()], "server-alone": []}.items():
+        contestants: dict[str, list[Drafter]] = {"drafted": [*models, NGramDrafter()], "server-alone": []}
+        for name, drafters in contestants.items():
             flips = measure_flips(target, peer, ids, drafters, max_tokens)
             figures[dtype][name] = flips.figures()
             progress(f"{dtype}, {name}: {int(flips.is_flip.sum())} flips in {len(flips.gaps)} tokens")
