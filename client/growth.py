@@ -22,7 +22,7 @@ from paceline.client.drafting.ranking import Ranked, Ranking, Situation
 from paceline.shared.errors import ProtocolError
 from paceline.shared.messages import ANCHOR_ID, ClientMessage, Grow, Proposal
 
-CANDIDATE_WIDTH = 64
+CANDIDATE_WIDTH = 128
 """Candidates that a session has use for, per expanded node."""
 _NO_ROWS: Rows = np.zeros(0, np.int64)
 

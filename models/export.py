@@ -57,7 +57,7 @@ class ExportSettings:
 
     bits: int = 8
     head_bits: int = 8
-    num_candidates: int = 32
+    num_candidates: int = 128
     context_len: int = 8192
     smoothing: float = 0.5
     min_agreement: float = 0.85

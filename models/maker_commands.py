@@ -196,8 +196,8 @@ def export(
     out: Out = None,
     bits: Bits = 8,
     candidates: Annotated[
-        int, typer.Option(min=1, max=64, help="candidates a row", envvar="PACELINE_MODELS_CANDIDATES")
-    ] = 32,
+        int, typer.Option(min=1, max=1024, help="candidates a row", envvar="PACELINE_MODELS_CANDIDATES")
+    ] = 128,
     context: Annotated[
         int, typer.Option(min=16, help="longest text to continue", envvar="PACELINE_MODELS_CONTEXT")
     ] = 8192,

@@ -22,7 +22,7 @@ class ExportWish:
 
     bits: int = 8
     min_agreement: float = 0.85
-    num_candidates: int = 32
+    num_candidates: int = 128
     context_len: int = 8192
 
     def settings(self) -> ExportSettings:

@@ -31,11 +31,13 @@ MAX_LOSS_ADDED = 0.05
 class PackSettings:
     """step: grid of the difference in standard deviations of a row (0.5 is about 3.6 bits a weight, 0.7 about 3.0).
 
-    min_agreement: what `build` demands of the quantised graph. max_loss_added: nats that the rounding may cost.
+    min_agreement: what `build` demands of the quantised graph. num_candidates: that a row of it returns; where output is
+    sampled, the shared noise can lift any of them to the first place. max_loss_added: nats that rounding may cost.
     """
 
     step: float = 0.5
     min_agreement: float = 0.85
+    num_candidates: int = 128
     max_loss_added: float = MAX_LOSS_ADDED
 
 
@@ -74,7 +76,12 @@ def pack(
     on_stage("measuring the draft")
     before = measure(draft, packer)
     on_stage("packing the difference")
-    recipe["export"] = {"bits": 8, "head_bits": 8, "min_agreement": settings.min_agreement}
+    recipe["export"] = {
+        "bits": 8,
+        "head_bits": 8,
+        "num_candidates": settings.num_candidates,
+        "min_agreement": settings.min_agreement,
+    }
     recipe["step"] = settings.step
     files = save_delta(out, draft, base, settings.step, recipe)
     texts = held_out_texts(corpus, NUM_PROBE_ROWS, PROBE_ROW_LEN)
