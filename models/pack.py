@@ -31,8 +31,8 @@ MAX_LOSS_ADDED = 0.05
 class PackSettings:
     """step: grid of the difference in standard deviations of a row (0.5 is about 3.6 bits a weight, 0.7 about 3.0).
 
-    min_agreement: what `build` demands of the quantised graph. num_candidates: that a row of it returns; where output is
-    sampled, the shared noise can lift any of them to the first place. max_loss_added: nats that rounding may cost.
+    min_agreement: what `build` demands of the quantised graph. num_candidates: that a row of it returns; where output
+    is sampled, the shared noise can lift any of them to the first place. max_loss_added: nats that rounding may cost.
     """
 
     step: float = 0.5
