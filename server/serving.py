@@ -18,6 +18,7 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.frames import Frame
 
 from paceline.server.app import ServerState, create_app
 from paceline.server.driver import EngineDriver, Health, Served
@@ -32,6 +33,10 @@ log = logging.getLogger("paceline.server")
 
 HEADER_S = 15.0
 """Seconds that a client has for a request's headers."""
+MAX_UNREAD_BYTES = 2 << 20
+"""Bytes that may wait for a websocket's peer below the bound on its messages, before it is dropped."""
+MAX_FRAGMENTS = 1024
+"""Frames that a websocket message may be cut into."""
 
 
 def load(settings: ServerSettings) -> Served:
@@ -91,7 +96,23 @@ def bind(settings: ServerSettings) -> socket.socket:
 
 
 class StreamProtocol(WebSocketsSansIOProtocol):
-    """uvicorn's websocket protocol, with a way to drop a peer that does not read (``stream``)."""
+    """uvicorn's websocket protocol, with a way to drop a peer that does not read (``stream``).
+
+    What the protocol itself answers or collects is bounded too: pongs that nobody reads, and fragments of a message.
+    """
+
+    def handle_ping(self) -> None:
+        """Answers a ping, unless answers pile up."""
+        super().handle_ping()
+        if self.transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
+            self.transport.abort()
+
+    def handle_cont(self, event: Frame) -> None:
+        """Takes one more fragment of a message."""
+        if len(self.frames) >= MAX_FRAGMENTS:
+            self.transport.abort()
+            return
+        super().handle_cont(event)
 
     async def run_asgi(self) -> None:
         """Runs the application for one connection."""

@@ -336,3 +336,68 @@ async def test_drain_closes_what_does_not_finish_in_time(serve: Any) -> None:
         await asyncio.wait_for(asyncio.shield(server.task), 10)
         assert time.monotonic() - began < 5
     assert server.code == 0
+
+
+async def raw_socket(server: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A websocket by hand, upgraded."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    lines = ["GET /v1/stream HTTP/1.1", "Host: localhost", "Upgrade: websocket", "Connection: Upgrade"]
+    lines += ["Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==", "Sec-WebSocket-Version: 13", "", ""]
+    writer.write("\r\n".join(lines).encode())
+    assert b" 101 " in await reader.readuntil(b"\r\n\r\n")
+    return reader, writer
+
+
+FLOODS = {
+    "pings that nobody reads the answers to": b"\x89\xfd\0\0\0\0" + bytes(125),
+    "a message in endless empty fragments": b"\x00\x80\0\0\0\0",
+}
+
+
+@pytest.mark.parametrize("name", FLOODS)
+async def test_flood_below_the_messages_is_cut_off(serve: Any, name: str) -> None:
+    async with serve(step_s=0.002) as server, server.connect() as good:
+        await server.hello(good)
+        await good.send(opening(0, max_tokens=60))
+        _, writer = await raw_socket(server)
+        if "fragments" in name:
+            writer.write(b"\x02\x80\0\0\0\0")
+        batch = FLOODS[name] * 4000
+        sent = 0
+        try:
+            while sent < 100 << 20:
+                writer.write(batch)
+                await writer.drain()
+                sent += len(batch)
+        except ConnectionError:
+            pass
+        assert sent < 100 << 20
+        writer.close()
+        assert (await collect(good))[0] == server.target.greedy(PROMPT, 60)
+
+
+async def test_orders_about_nothing_change_nothing(serve: Any) -> None:
+    """Frames for generations that never were or are over, cancels twice, and far more openings than allowed."""
+    async with serve(step_s=0.001, max_queue=100_000) as server, server.connect() as bad, server.connect() as good:
+        for socket in (bad, good):
+            await server.hello(socket)
+        await good.send(opening(0, [70, 71], max_tokens=60))
+        ids, parents = np.array([5], np.int32), np.array([-1], np.int32)
+        await bad.send(opening(3, max_tokens=2))
+        assert len((await collect(bad, 3))[0]) == 2
+        for number in (3, 77):
+            for _ in range(2):
+                await bad.send(encode(Grow(number, 4, 0, ids, parents)))
+                await bad.send(encode(Cancel(number)))
+        for number in range(100, 1100):
+            await bad.send(opening(number, max_tokens=1 if number % 2 else 300))
+        faults = ends = 0
+        while faults + ends < 900:
+            message = decode(await asyncio.wait_for(bad.recv(), 10))
+            if isinstance(message, Fault):
+                assert (message.code, message.generation is None) == ("limit", False)
+                faults += 1
+            ends += isinstance(message, Commit) and message.finish is not None
+        await bad.close()
+        assert (await collect(good))[0] == server.target.greedy([70, 71], 60)
+        await settled(server)
