@@ -107,6 +107,7 @@ def bench(
     calibrate: Annotated[
         bool, typer.Option("--calibrate", help="take the step time of this machine", envvar="PACELINE_BENCH_CALIBRATE")
     ] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="fewer positions in --verifiers")] = False,
     seed: Annotated[int, typer.Option(min=0, help="of the link's dice", envvar="PACELINE_BENCH_SEED")] = 0,
     json_path: Annotated[
         Path | None, typer.Option("--json", help="write the figures here", envvar="PACELINE_BENCH_JSON")
@@ -129,9 +130,10 @@ def bench(
         _print_json(run_engine_bench(), json_path)
         return
     if mode is Mode.VERIFIERS:
-        from paceline.bench.verifiers import run_verifier_bench
+        from paceline.bench.verifiers import QUICK, run_verifier_bench
 
-        _print_json(run_verifier_bench(), json_path)
+        effort = QUICK if quick else None
+        _print_json(run_verifier_bench(model, prompts, effort, progress=console.print), json_path)
         return
     if mode is Mode.FLIPS:
         from paceline.bench.flips import run_flip_bench

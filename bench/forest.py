@@ -8,7 +8,7 @@ Not here: which trees to compare, and what they yield (``verifiers``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -117,52 +117,97 @@ class Drafted:
         return self.take(np.flatnonzero(keep))
 
 
-def grow(
-    text: DraftedText, ranking: Ranking, position: int, widths: Sequence[int], max_nodes: int | None = None
-) -> Drafted:
-    """A tree below the anchor of ``text``: at most widths[d] children for each node at depth d.
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """A tree to grow: at most widths[d] children for each node at depth d, chosen by ``ranking``.
 
-    position: of the token that the anchor's children propose. max_nodes: keep this many, the likeliest by the ranking's
-    own priors (which in mss depend on q and rank alone, never on the drawn tokens), and expand nothing less likely.
+    max_nodes: keep this many, the likeliest by the ranking's own priors (which in mss depend on q and rank alone, never
+    on the drawn tokens), and expand nothing less likely. None keeps all.
     """
-    paths: list[Path] = []
-    parents: list[int] = []
-    ranks: list[int] = []
-    odds: list[float] = []
-    proposals: dict[int, dict[int, Proposal]] = {}
-    level = [ANCHOR]
-    for depth, width in enumerate(widths):
-        rows = [paths[node] if node != ANCHOR else () for node in level]
-        level_odds = np.array([odds[node] if node != ANCHOR else 1.0 for node in level])
-        limits = np.full(len(level), width, np.int32)
-        situation = Situation(np.full(len(level), position + depth), level_odds, limits, 0.0)
-        ranked = ranking.rank(text.candidates(rows), situation)
-        proposals |= {level[row] + 1: {0: q} for row, q in ranked.proposals.items()}
-        first = len(paths)
+
+    ranking: Ranking
+    widths: Sequence[int]
+    max_nodes: int | None = None
+
+
+def grow(text: DraftedText, plans: Sequence[Plan], position: int) -> list[Drafted]:
+    """One tree for each plan below the anchor of ``text``, all drafted together: one call for each level.
+
+    position: of the token that the anchor's children propose.
+    """
+    growing = [_Growing(plan, position) for plan in plans]
+    while paths := [path for one in growing for path in one.wanted]:
+        text.candidates(paths)
+        for one in growing:
+            if one.wanted:
+                one.take(text.candidates(one.wanted))
+    return [one.finish() for one in growing]
+
+
+class _Growing:
+    """One tree while it grows level by level. wanted: the paths whose candidates it needs next, none when done."""
+
+    def __init__(self, plan: Plan, position: int) -> None:
+        self._plan = plan
+        self._position = position
+        self._depth = 0
+        self._paths: list[Path] = []
+        self._parents: list[int] = []
+        self._ranks: list[int] = []
+        self._odds: list[float] = []
+        self._proposals: dict[int, dict[int, Proposal]] = {}
+        self._level = [ANCHOR]
+        self.wanted: list[Path] = [()]
+
+    def take(self, candidates: Candidates) -> None:
+        """Hang the children of the level that was wanted."""
+        level, plan, first = self._level, self._plan, len(self._paths)
+        level_odds = np.array([self._odds[node] if node != ANCHOR else 1.0 for node in level])
+        limits = np.full(len(level), plan.widths[self._depth], np.int32)
+        positions = np.full(len(level), self._position + self._depth)
+        ranked = plan.ranking.rank(candidates, Situation(positions, level_odds, limits, 0.0))
+        self._proposals |= {level[row] + 1: {0: q} for row, q in ranked.proposals.items()}
         rank, last_row = 0, -1
         for row, token, prior in zip(ranked.rows.tolist(), ranked.tokens.tolist(), ranked.priors.tolist(), strict=True):
             rank = rank + 1 if row == last_row else 0
             last_row = row
-            paths.append((*rows[row], token))
-            parents.append(level[row])
-            ranks.append(rank)
-            odds.append(float(level_odds[row]) * prior)
-        level = list(range(first, len(paths)))
-        if max_nodes is not None and len(paths) > max_nodes:
-            floor = np.sort(odds)[-max_nodes]
-            level = [node for node in level if odds[node] > floor]
-        if not level:
-            break
-    tree = TokenTree(np.array([path[-1] for path in paths], np.int32), np.array(parents, np.int32))
-    grown = Drafted(tree, tuple(paths), np.array(ranks, np.int32), proposals)
-    if max_nodes is None or len(paths) <= max_nodes:
-        return grown
-    best = np.argsort(-np.array(odds), kind="stable")[:max_nodes]
-    return grown.take(np.sort(best))
+            self._paths.append((*self.wanted[row], token))
+            self._parents.append(level[row])
+            self._ranks.append(rank)
+            self._odds.append(float(level_odds[row]) * prior)
+        self._level = list(range(first, len(self._paths)))
+        if plan.max_nodes is not None and len(self._paths) > plan.max_nodes:
+            floor = np.sort(self._odds)[-plan.max_nodes]
+            self._level = [node for node in self._level if self._odds[node] > floor]
+        self._depth += 1
+        self.wanted = [self._paths[node] for node in self._level] if self._depth < len(plan.widths) else []
+
+    def finish(self) -> Drafted:
+        """The tree, cut to its budget."""
+        tokens = np.array([path[-1] for path in self._paths], np.int32)
+        tree = TokenTree(tokens, np.array(self._parents, np.int32))
+        grown = Drafted(tree, tuple(self._paths), np.array(self._ranks, np.int32), self._proposals)
+        max_nodes = self._plan.max_nodes
+        if max_nodes is None or len(self._paths) <= max_nodes:
+            return grown
+        best = np.argsort(-np.array(self._odds), kind="stable")[:max_nodes]
+        return grown.take(np.sort(best))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scored:
+    """The target's logits, float32[R, V], after the anchor (row 0) and every path of a forest."""
+
+    logits: torch.Tensor
+    row_of: Mapping[Path, int]
+
+    def rows(self, drafted: Drafted) -> NDArray[np.int64]:
+        """int64[n+1]: the rows of one tree, the anchor's first."""
+        return np.array([0, *(self.row_of[path] for path in drafted.paths)], np.int64)
 
 
 class ScoredText:
-    """A target at one anchor of a text after another. ``score`` gives its logits after any path below the anchor."""
+    """A target at one anchor of a text after another."""
 
     def __init__(self, target: Target, sequence: int = 0) -> None:
         self._target = target
@@ -174,11 +219,8 @@ class ScoredText:
         """Give the KV back."""
         self._target.pool.free(self._sequence)
 
-    def score(self, token_ids: NDArray[np.int32], trees: Sequence[Drafted]) -> Callable[[Drafted], torch.Tensor]:
-        """Move the anchor to the last of ``token_ids`` and run the union of the trees.
-
-        Returns what finds the logits, float32[n+1, V], of one of them.
-        """
+    def score(self, token_ids: NDArray[np.int32], trees: Sequence[Drafted]) -> Scored:
+        """Move the anchor to the last of ``token_ids`` and run the union of the trees."""
         union: dict[Path, int] = {}
         for drafted in trees:
             for path in drafted.paths:
@@ -195,4 +237,4 @@ class ScoredText:
         logits = self._target.forward(Batch((segment,)))
         self._target.pool.commit(self._sequence, self._cached, range(len(pending)))
         self._cached = len(token_ids)
-        return lambda drafted: logits[[0, *(row_of[path] for path in drafted.paths)]]
+        return Scored(logits, row_of)

@@ -1,7 +1,8 @@
 """Tokens per verification step of naive, mss and coupled, on the same texts, the same pair and trees of equal size.
 
-At evenly spaced positions of the target's own text (sampled at the temperature in question) trees are drafted, the
-target scores them all in one pass, and the shipped chooser decides. Two comparisons matter:
+At evenly spaced positions of the target's own text (sampled at the temperature in question) trees are drafted and the
+target scores them all in one pass. Naive and mss are evaluated in expectation over their dice, exactly; coupled has one
+outcome, which the shipped chooser gives. Two comparisons matter:
 
     mss / naive on the same sampled trees       SpecInfer's Table 3 (1.26 to 1.28 there)
     coupled / naive with naive's best trees     deterministic, the likeliest children: what others ship
@@ -22,8 +23,9 @@ import torch
 from numpy.typing import NDArray
 
 from paceline.bench import prompts as shipped_prompts
-from paceline.bench.forest import MAX_CHILDREN, Drafted, DraftedText, ScoredText, grow
-from paceline.bench.prompts import load_prompts
+from paceline.bench.expectation import mss_tokens, naive_tokens
+from paceline.bench.forest import MAX_CHILDREN, Drafted, DraftedText, Plan, Scored, ScoredText, grow
+from paceline.bench.prompts import Prompt, load_prompts
 from paceline.bench.recorder import complete_all, prompt_ids
 from paceline.client.drafting.drafter import Drafter
 from paceline.client.drafting.onnx_ssm import OnnxDrafter
@@ -36,6 +38,8 @@ from paceline.server.target import Target
 from paceline.shared.sampling import SamplingParams, Verifier
 
 Progress = Callable[[str], None]
+Lengths = dict[tuple[str, str], list[float]]
+"""(tree, method) -> tokens per step at each position."""
 WIDTHS = (1, 2, 3, 4, 5)
 DEPTH = 8
 BRANCH_DEPTH = 3
@@ -43,12 +47,13 @@ NUM_NODES = 32
 TEMPERATURES = (0.0, 0.3, 0.7, 1.0)
 DYNAMIC = "dynamic-32"
 METHODS = {
-    "naive, sampled trees": (Verifier.MSS, Verifier.NAIVE),
-    "mss": (Verifier.MSS, Verifier.MSS),
-    "naive, best trees": (Verifier.NAIVE, Verifier.NAIVE),
-    "coupled": (Verifier.COUPLED, Verifier.COUPLED),
+    "naive, sampled trees": Verifier.MSS,
+    "mss": Verifier.MSS,
+    "naive, best trees": Verifier.NAIVE,
+    "coupled": Verifier.COUPLED,
 }
-"""Name -> how the tree is drafted, how it is verified."""
+"""Name -> the verifier that the tree is drafted for."""
+ANCHOR_SHAPE = "anchor"
 SPECINFER = {
     "top_1": 0.54,
     "top_5": 0.97,
@@ -59,12 +64,23 @@ SPECINFER = {
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much to measure. num_throws: draws of each sampled tree and throws of the dice on each tree."""
+    """How much to measure. num_positions: where trees are grown, at temperature 1; a third of it at the others.
 
+    max_tokens: of each text. stride: tokens between positions. num_trees: drawn trees of each kind at each position.
+    """
+
+    num_positions: int = 400
     max_tokens: int = 64
     stride: int = 4
-    num_throws: int = 2
-    max_prompts: int = 16
+    num_trees: int = 1
+
+    def num_texts(self, temperature: float) -> int:
+        """How many texts hold that many positions."""
+        positions = self.num_positions if temperature == 1.0 else self.num_positions // 3
+        return max(1, -(-positions * self.stride // self.max_tokens))
+
+
+QUICK = Effort(num_positions=96)
 
 
 def shape_names() -> list[str]:
@@ -87,19 +103,35 @@ def run_verifier_bench(
     entry = load_manifest(bundle).drafters[0]
     drafter = OnnxDrafter(bundle / entry.file, name=entry.name, max_context=entry.context_len)
     target = load_target(pair)
-    wanted = load_prompts(prompts or shipped_prompts.SHIPPED)[: effort.max_prompts]
-    ids = prompt_ids(target_folder, wanted)
+    wanted = load_prompts(prompts or shipped_prompts.SHIPPED)
     rows: list[dict[str, Any]] = []
+    choices: list[dict[str, float]] = []
     for temperature in TEMPERATURES:
+        ids = prompt_ids(target_folder, spread(wanted, effort.num_texts(temperature)))
         sampling = SamplingParams(temperature=temperature, seed=1, max_tokens=effort.max_tokens)
         outputs = complete_all(target, ids, sampling, progress)
-        lengths: dict[tuple[str, str], list[float]] = {}
+        lengths: Lengths = {}
         for number, (prompt, output) in enumerate(zip(ids, outputs, strict=True)):
             measure_text(target, drafter, prompt, output, temperature, effort, lengths)
             progress(f"temperature {temperature:g}: {number + 1} of {len(ids)} texts")
         rows += summarise(temperature, lengths)
+        shares = {name: round(float(np.mean(lengths[ANCHOR_SHAPE, name])), 3) for name in ("top_1", "top_5")}
+        choices.append({"temperature": temperature, **shares})
     drafter.close()
-    return {"pair": pair, "rows": rows, "specinfer": SPECINFER, "markdown": markdown(rows)}
+    return {
+        "pair": pair,
+        "rows": rows,
+        "first_choices": choices,
+        "specinfer": SPECINFER,
+        "markdown": markdown(rows),
+    }
+
+
+def spread(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
+    """``count`` prompts at even distances, so that every category has its share; all if there are fewer."""
+    if len(prompts) <= count:
+        return list(prompts)
+    return [prompts[number * len(prompts) // count] for number in range(count)]
 
 
 def measure_text(
@@ -109,7 +141,7 @@ def measure_text(
     output: NDArray[np.int32],
     temperature: float,
     effort: Effort,
-    lengths: dict[tuple[str, str], list[float]],
+    lengths: Lengths,
 ) -> None:
     """Add the tokens per step at every ``stride``-th position of one text; one entry for each position."""
     sequence = drafter.start()
@@ -118,36 +150,73 @@ def measure_text(
         for place in range(0, len(output), effort.stride):
             known = np.concatenate([prompt, output[:place]]).astype(np.int32)
             drafts.move_to(known)
-            forest = draft_forest(drafts, len(known), temperature, effort.num_throws)
-            logits_of = scores.score(known, [tree for trees in forest.values() for tree in trees])
+            forest = draft_forest(drafts, len(known), temperature, effort.num_trees)
+            scored = scores.score(known, [tree for trees in forest.values() for tree in trees])
+            probs = probabilities(scored.logits, temperature)
             for (shape, kind), trees in forest.items():
-                for name, (drafted_for, verifier) in METHODS.items():
-                    if drafted_for is kind:
-                        found = [
-                            throw(tree, logits_of(tree), verifier, temperature, known, place * 1000 + number, effort)
-                            for number, tree in enumerate(trees)
-                        ]
-                        lengths.setdefault((shape, name), []).append(float(np.mean(found)))
+                for name in (name for name, drafted_for in METHODS.items() if drafted_for is kind):
+                    found = [
+                        tokens_of(name, tree, scored, probs, temperature, known, number)
+                        for number, tree in enumerate(trees)
+                    ]
+                    lengths.setdefault((shape, name), []).append(float(np.mean(found)))
+            likeliest = drafts.candidates([()]).token_ids[0, :5]
+            for name, count in (("top_1", 1), ("top_5", 5)):
+                lengths.setdefault((ANCHOR_SHAPE, name), []).append(float(probs[0, likeliest[:count]].sum()))
     finally:
         sequence.close()
         scores.close()
 
 
+def probabilities(logits: torch.Tensor, temperature: float) -> NDArray[np.float32]:
+    """float32[R, V]: p at every row."""
+    if temperature == 0.0:
+        return torch.nn.functional.one_hot(logits.argmax(dim=-1), logits.shape[1]).float().numpy()
+    probs: NDArray[np.float32] = (logits.float() / temperature).softmax(dim=-1).numpy()
+    return probs
+
+
+def tokens_of(
+    name: str,
+    drafted: Drafted,
+    scored: Scored,
+    probs: NDArray[np.float32],
+    temperature: float,
+    known: NDArray[np.int32],
+    number: int,
+) -> float:
+    """Tokens of a step on one tree: for naive and mss what the dice yield on average, for coupled the one outcome."""
+    rows = scored.rows(drafted)
+    if name == "mss":
+        return mss_tokens(drafted, probs[rows])
+    if name != "coupled":
+        return naive_tokens(drafted, probs[rows])
+    sampling, seed = SamplingParams(temperature=temperature), seed_of(len(known), number)
+    request = Request(drafted.tree, sampling, Verifier.COUPLED, seed, known, known[:0])
+    (outcome,) = choose(scored.logits[torch.from_numpy(rows)], [request])
+    assert isinstance(outcome, Choice), outcome
+    return float(len(outcome.nodes) + 1)
+
+
 def draft_forest(
-    drafts: DraftedText, position: int, temperature: float, num_throws: int
+    drafts: DraftedText, position: int, temperature: float, num_trees: int
 ) -> dict[tuple[str, Verifier], list[Drafted]]:
-    """(shape, how it is drafted) -> the trees of that kind: one where nothing is random, else ``num_throws``."""
-    forest: dict[tuple[str, Verifier], list[Drafted]] = {}
+    """(shape, how it is drafted) -> the trees of that kind: one where nothing is random, else ``num_trees``."""
+    widest = [WIDTHS[-1] if depth == BRANCH_DEPTH else 1 for depth in range(1, DEPTH + 1)]
+    kinds: list[Verifier] = []
+    plans: list[Plan] = []
     for kind in (Verifier.NAIVE, Verifier.MSS, Verifier.COUPLED):
         is_fixed = kind is Verifier.NAIVE or temperature == 0.0
-        for seed in range(1 if is_fixed else num_throws):
-            ranking = make_ranking(kind, SamplingParams(temperature=temperature, seed=seed_of(position, seed)))
-            widest = [WIDTHS[-1] if depth == BRANCH_DEPTH else 1 for depth in range(1, DEPTH + 1)]
-            wide = grow(drafts, ranking, position, widest)
-            for width in WIDTHS:
-                forest.setdefault((f"width-{width}", kind), []).append(wide.narrowed(BRANCH_DEPTH, width))
-            dynamic = grow(drafts, ranking, position, [MAX_CHILDREN] * DEPTH, NUM_NODES)
-            forest.setdefault((DYNAMIC, kind), []).append(dynamic)
+        for number in range(1 if is_fixed else num_trees):
+            ranking = make_ranking(kind, SamplingParams(temperature=temperature, seed=seed_of(position, number)))
+            kinds.append(kind)
+            plans += [Plan(ranking, widest), Plan(ranking, [MAX_CHILDREN] * DEPTH, NUM_NODES)]
+    trees = grow(drafts, plans, position)
+    forest: dict[tuple[str, Verifier], list[Drafted]] = {}
+    for kind, wide, dynamic in zip(kinds, trees[0::2], trees[1::2], strict=True):
+        for width in WIDTHS:
+            forest.setdefault((f"width-{width}", kind), []).append(wide.narrowed(BRANCH_DEPTH, width))
+        forest.setdefault((DYNAMIC, kind), []).append(dynamic)
     return forest
 
 
@@ -156,34 +225,7 @@ def seed_of(position: int, number: int) -> int:
     return position * 64 + number
 
 
-def throw(
-    drafted: Drafted,
-    logits: torch.Tensor,
-    verifier: Verifier,
-    temperature: float,
-    known: NDArray[np.int32],
-    salt: int,
-    effort: Effort,
-) -> float:
-    """Mean tokens of a step on one tree: coupled has one outcome, naive and mss get several throws."""
-    sampling = SamplingParams(temperature=temperature)
-    first = salt % 1000
-    is_fixed = verifier is Verifier.COUPLED or temperature == 0.0
-    seeds = (
-        [seed_of(len(known), first)]
-        if is_fixed
-        else [salt * 64 + 32 + number for number in range(2 * effort.num_throws)]
-    )
-    total = 0
-    for seed in seeds:
-        request = Request(drafted.tree, sampling, verifier, seed, known, known[:0], proposals=drafted.proposals)
-        (outcome,) = choose(logits, [request])
-        assert isinstance(outcome, Choice), outcome
-        total += len(outcome.nodes) + 1
-    return total / len(seeds)
-
-
-def summarise(temperature: float, lengths: dict[tuple[str, str], list[float]]) -> list[dict[str, Any]]:
+def summarise(temperature: float, lengths: Lengths) -> list[dict[str, Any]]:
     """One row for each tree shape; ratios are of means, over the same positions."""
     rows = []
     for shape in shape_names():
