@@ -109,7 +109,7 @@ def distill(
     device: Device = "auto",
 ) -> None:
     """Make a draft from a target alone: it writes its own text, the draft learns from it, and is exported."""
-    from paceline.models.corpus import CorpusSettings
+    from paceline.models.conversation import CorpusSettings
     from paceline.models.distill import DistillSettings
     from paceline.models.making import ExportWish, distill_with_bars, write_bundle
     from paceline.models.pipeline import PipelineSettings, pick_device

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from paceline.models.corpus import CorpusSettings, RoundWriter, write_corpus
+from paceline.models.conversation import CorpusSettings
+from paceline.models.corpus import RoundWriter, write_corpus
 from paceline.models.distill import Distiller, DistillSettings, measure
 from paceline.models.distill import Progress as StepProgress
 from paceline.models.draft import Draft, evenly_outer_layers

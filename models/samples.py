@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from paceline.models.corpus import KIND_FORCED, KIND_USER
+from paceline.models.conversation import KIND_FORCED, KIND_USER
 from paceline.models.store import read_json
 
 HELD_OUT_EVERY = 40

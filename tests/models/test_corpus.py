@@ -10,16 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.models.corpus import (
-    KIND_FORCED,
-    KIND_GREEDY,
-    KIND_SAMPLED,
-    KIND_USER,
-    CorpusSettings,
-    RoundWriter,
-    choose,
-    write_corpus,
-)
+from paceline.models.conversation import KIND_FORCED, KIND_GREEDY, KIND_SAMPLED, KIND_USER, CorpusSettings
+from paceline.models.corpus import RoundWriter, choose, write_corpus
 from paceline.models.pipeline import load_target
 from paceline.models.samples import Corpus
 from paceline.shared.errors import ModelError

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.models.corpus import CorpusSettings, RoundWriter, write_corpus
+from paceline.models.conversation import CorpusSettings
+from paceline.models.corpus import RoundWriter, write_corpus
 from paceline.models.delta import load_delta, save_delta
 from paceline.models.distill import Distiller, DistillSettings, distillation_losses, learning_rate, measure
 from paceline.models.draft import Draft

@@ -14,7 +14,7 @@ import torch
 from paceline.models.adopt import adopt_draft
 from paceline.models.boost import BoostSettings, emphasis_of, find_covered, run_boost, share_covered
 from paceline.models.build import makers_hash, weights_hash
-from paceline.models.corpus import CorpusSettings
+from paceline.models.conversation import CorpusSettings
 from paceline.models.delta import load_delta
 from paceline.models.distill import DistillSettings, measure
 from paceline.models.draft import Draft
