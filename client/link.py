@@ -7,6 +7,7 @@ is silent but alive (U061). Not here: what to do when the link is lost (``transp
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Self
 
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus, InvalidURI
+from websockets.http11 import Response
 
 from paceline.client.address import ServerAddress
 from paceline.client.faults import error_from_fault
@@ -134,7 +136,7 @@ async def _open(address: ServerAddress, api_key: str | None, settings: LinkSetti
             max_queue=256,
         )
     except InvalidStatus as error:
-        raise _refusal(address, error.response.status_code) from error
+        raise _refusal(address, error.response) from error
     except InvalidURI as error:
         raise LinkError(f"expected a server URL, got {address.base!r}: {error}") from error
     except InvalidHandshake as error:
@@ -144,12 +146,25 @@ async def _open(address: ServerAddress, api_key: str | None, settings: LinkSetti
         raise LinkError(f"cannot connect to {address.base}: {reason}") from error
 
 
-def _refusal(address: ServerAddress, status: int) -> PacelineError:
-    if status in (401, 403):
-        return AuthError(f"{address.base} refused the API key (HTTP {status}); set --api-key or PACELINE_API_KEY")
+def _refusal(address: ServerAddress, response: Response) -> PacelineError:
+    status = response.status_code
+    reason = f"HTTP {status}{_said(response)}"
+    if status == 401:
+        return AuthError(f"{address.base} refused the API key ({reason}); set --api-key or PACELINE_API_KEY")
+    if status == 403:
+        return AuthError(f"{address.base} refused the connection ({reason})")
     if status in (429, 503):
-        return BusyError(f"{address.base} has no room now (HTTP {status})")
+        return BusyError(f"{address.base} has no room now ({reason})")
     return LinkError(f"expected a Paceline server at {address.base}, got HTTP {status}")
+
+
+def _said(response: Response) -> str:
+    """The sentence in a refusal's body, if it has one in our shape."""
+    try:
+        sentence = json.loads(response.body or b"")["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        return ""
+    return f": {sentence[:200]}" if isinstance(sentence, str) else ""
 
 
 async def _greet(socket: ClientConnection, hello: Hello) -> Welcome:

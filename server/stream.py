@@ -12,12 +12,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from starlette.responses import JSONResponse
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
 from paceline.server.driver import EngineDriver
+from paceline.server.gate import error_body, error_headers
 from paceline.server.metrics import ServerMetrics
 from paceline.server.session import ServerSession, State
 from paceline.server.settings import ServerSettings
+from paceline.shared.errors import BusyError
 from paceline.shared.messages import Closing, Commit, Open, ServerMessage, Welcome
 from paceline.shared.wire import encode
 
@@ -191,7 +194,13 @@ class StreamRoute:
         """One connection, from accept to close. The gate has let it in already."""
         if len(self._connections) >= self._settings.max_connections:
             self._metrics.refused.labels("connections").inc()
-            await socket.close(1013, "too many connections")
+            # Closed before it is accepted, it would look like a wrong key (HTTP 403).
+            error = BusyError(
+                f"expected at most {self._settings.max_connections} connections; see --max-connections", 5.0
+            )
+            await socket.send_denial_response(
+                JSONResponse(error_body(error), error.http_status, headers=error_headers(error))
+            )
             return
         await socket.accept()
         session = ServerSession(self._welcome, self._welcome().limits)

@@ -15,7 +15,15 @@ from paceline.client.settings import make_settings
 from paceline.server.engine import Engine, EngineSettings
 from paceline.server.plan import StepPlan
 from paceline.server.scripted import ScriptedTarget, markov
-from paceline.shared.errors import AuthError, ContextError, LinkError, ParameterError, RemoteError, UsageError
+from paceline.shared.errors import (
+    AuthError,
+    BusyError,
+    ContextError,
+    LinkError,
+    ParameterError,
+    RemoteError,
+    UsageError,
+)
 from paceline.shared.messages import Cancel, Closing, Commit, Fault, Grow, Hello, Limits, Open, StepTime, Welcome
 from paceline.shared.sampling import SamplingParams
 from paceline.shared.wire import decode, encode
@@ -36,7 +44,7 @@ class ScriptedServer:
         self.key, self.drops, self.step_s, self.is_draining = key, list(drop_after), step_s, is_draining
         self.sockets, self.num_connections, self.grows = {}, 0, 0
         self.active_at_end = None
-        self.rejects = rejects
+        self.rejects, self.refusal = rejects, None
 
     async def __aenter__(self):
         self.server = await serve(self.serve_one, "127.0.0.1", 0, process_request=self.check, compression=None)
@@ -52,6 +60,8 @@ class ScriptedServer:
     def check(self, connection, request):
         if self.key is not None and request.headers.get("Authorization") != f"Bearer {self.key}":
             return connection.respond(HTTPStatus.UNAUTHORIZED, "no\n")
+        if self.refusal is not None:
+            return connection.respond(self.refusal, '{"error": {"message": "come back later"}}')
         if request.path != "/v1/stream":
             return connection.respond(HTTPStatus.NOT_FOUND, "no\n")
         return None
@@ -212,6 +222,13 @@ async def test_refused_connection_wrong_key_and_missing_route_are_told_apart():
             await client(server.url).__aenter__()
         async with client(server.url, api_key="secret") as one:
             assert one.welcome.model == "scripted"
+        server.refusal = HTTPStatus.TOO_MANY_REQUESTS
+        with pytest.raises(BusyError, match="HTTP 429: come back later"):
+            await client(server.url, api_key="secret").__aenter__()
+        server.refusal = HTTPStatus.FORBIDDEN
+        with pytest.raises(AuthError, match="refused the connection"):
+            await client(server.url, api_key="secret").__aenter__()
+        server.refusal = None
         with pytest.raises(LinkError, match="HTTP 404"):
             await client(server.url + "/elsewhere", api_key="secret").__aenter__()
 

@@ -401,3 +401,14 @@ async def test_orders_about_nothing_change_nothing(serve: Any) -> None:
         await bad.close()
         assert (await collect(good))[0] == server.target.greedy([70, 71], 60)
         await settled(server)
+
+
+async def test_one_connection_too_many_is_busy_and_no_wrong_key(serve: Any) -> None:
+    async with serve(max_connections=1) as server, server.connect() as socket:
+        await server.hello(socket)
+        with pytest.raises(websockets.InvalidStatus) as caught:
+            await server.connect()
+        assert caught.value.response.status_code == 429
+        assert b"--max-connections" in caught.value.response.body
+        await socket.send(opening(0, max_tokens=3))
+        assert len((await collect(socket))[0]) == 3
