@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +151,8 @@ def export_bundle(
 ) -> tuple[Manifest, dict[str, QuantisationReport]]:
     """Writes a whole bundle beside `folder` and renames it into place.
 
-    drafts: drafter name to model; target: the target's Hugging Face folder. Raises: ModelError.
+    drafts: drafter name to model; target: the target's Hugging Face folder; provenance gets what the check of each
+    graph found. Raises: ModelError.
     """
     part = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(part, ignore_errors=True)
@@ -185,7 +186,7 @@ def export_bundle(
         drafters=tuple(entries),
         files=describe_files(part, [path.name for path in part.iterdir()]),
         licence=licence,
-        provenance=dict(provenance),
+        provenance={**provenance, "graph": {drafter: asdict(report) for drafter, report in reports.items()}},
     )
     save_manifest(part, manifest)
     shutil.rmtree(folder, ignore_errors=True)

@@ -43,6 +43,7 @@ def test_tiny_qwen3_is_distilled_and_exported(
     assert manifest.target.vocab_size == VOCAB_SIZE
     assert manifest.drafters[0].vocab_size == 128
     assert manifest.provenance["ssm-0"]["trained_tokens"] > 0
+    assert manifest.provenance["graph"]["ssm-0"]["agreement"] >= 0.85
     assert "agrees with fp32" in capsys.readouterr().out
     assert main([*command, *OPTIONS.replace("--vocab 128", "--vocab 99").split()]) == 2
     assert "vocab_size" in capsys.readouterr().err
