@@ -136,9 +136,11 @@ def bench(
         _print_json(run_verifier_bench(model, prompts, effort, progress=console.print), json_path)
         return
     if mode is Mode.FLIPS:
-        from paceline.bench.flips import run_flip_bench
+        from paceline.bench.flips import check_flips, run_flip_bench
 
-        _print_json(run_flip_bench(model, prompts, max_tokens, progress=console.print), json_path)
+        report = run_flip_bench(model, prompts, max_tokens, progress=console.print)
+        _print_json(report, json_path)
+        check_flips(report)
         return
     if mode is Mode.REAL:
         from paceline.bench.real import run_real

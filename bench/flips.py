@@ -36,6 +36,7 @@ from paceline.models.manifest import load_manifest
 from paceline.server.engine import Engine, EngineSettings
 from paceline.server.loading import load_target
 from paceline.server.target import Target
+from paceline.shared.errors import PacelineError
 from paceline.shared.sampling import SamplingParams, Verifier
 
 MAX_ULP = 2.0
@@ -64,7 +65,7 @@ class Flips:
             "tokens": len(self.gaps),
             "flips": int(self.is_flip.sum()),
             "flips_per_1000": 1000.0 * float(self.is_flip.mean()) if len(self.gaps) else 0.0,
-            f"beyond_{MAX_ULP:g}_ulp": self.num_beyond,
+            "beyond": self.num_beyond,
             "largest_gap_ulp": float(self.gaps.max(initial=0.0)),
         }
 
@@ -99,8 +100,17 @@ def run_flip_bench(
     for drafter in models:
         drafter.close()
     caveats = ["lower is better", "greedy, teacher-forced by stock transformers in the same precision"]
-    meta = {"pair": pair, "prompts": len(ids), "max_tokens": max_tokens, "torch": torch.__version__, "caveats": caveats}
-    return {"figures": figures, "meta": meta}
+    about = {"max_tokens": max_tokens, "max_ulp": MAX_ULP, "torch": torch.__version__, "caveats": caveats}
+    return {"figures": figures, "meta": {"pair": pair, "prompts": len(ids), **about}}
+
+
+def check_flips(report: dict[str, Any]) -> None:
+    """Raises ``PacelineError`` if a token of the report is further off than rounding explains."""
+    for dtype, contestants in report["figures"].items():
+        for name, figures in contestants.items():
+            if figures["beyond"]:
+                got = f"{figures['beyond']} tokens beyond, the largest gap {figures['largest_gap_ulp']:g} ulp"
+                raise PacelineError(f"expected every {dtype} token within {MAX_ULP:g} ulp, got {got} ({name})")
 
 
 def measure_flips(

@@ -56,7 +56,10 @@ class SegmentPlan:
         return self.cached_len + len(self.positions)
 
     def first_key(self, window: int | None) -> int:
-        """The first key that any row may see: with a window, keys further back are not even read."""
+        """The first key that any row may see: with a window, keys further back are not even read.
+
+        They stay in the pool all the same: layers share one block table, and the prefix cache wants whole prefixes.
+        """
         if window is None:
             return 0
         return min(max(int(self.positions[0]) - window + 1, 0), self.cached_len)

@@ -9,10 +9,11 @@ import pytest
 import torch
 import transformers
 
-from paceline.bench.flips import MAX_ULP, compare, measure_flips
+from paceline.bench.flips import MAX_ULP, check_flips, compare, measure_flips
 from paceline.client.drafting.ngram import NGramDrafter
 from paceline.server.loading import LoadOptions, make_target
 from paceline.server.target import HFTarget
+from paceline.shared.errors import PacelineError
 
 SIZES = {
     "vocab_size": 128,
@@ -38,6 +39,11 @@ def test_gaps_count_in_units_of_the_last_place_of_the_largest_logit() -> None:
     assert far.gaps.tolist() == [4.0, 64.0, 128.0, 64.0]
     assert far.num_beyond == 4
     assert far.figures()["flips_per_1000"] == 1000.0
+    check_flips({"figures": {"bfloat16": {"drafted": flips.figures()}}})
+    with pytest.raises(
+        PacelineError, match=r"within 2 ulp, got 4 tokens beyond, the largest gap 128 ulp \(server-alone\)"
+    ):
+        check_flips({"figures": {"bfloat16": {"drafted": flips.figures(), "server-alone": far.figures()}}})
 
 
 def tiny_pair(dtype: torch.dtype) -> tuple[HFTarget, transformers.PreTrainedModel]:

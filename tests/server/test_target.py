@@ -81,6 +81,11 @@ def test_context_can_be_cut(save: Save) -> None:
     assert load_target(folder, kv_memory=1 << 20, max_context=32).info.max_context == 32
 
 
+def test_kv_memory_is_used_up_and_not_exceeded(save: Save) -> None:
+    pool = load_target(str(save()), kv_memory=1 << 20).pool
+    assert (1 << 20) - pool.block_size * pool.slot_bytes < pool.data.nbytes <= 1 << 20
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
