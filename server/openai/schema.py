@@ -121,7 +121,8 @@ class CompletionRequest(_Request):
         """Our own parameters. Raises ``ParameterError``."""
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise ParameterError("best_of", f"expected best_of equal to n, got {self.best_of}")
-        return self.sampling(self.max_tokens or _DEFAULT_COMPLETION_TOKENS, self.logprobs)
+        limit = _DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+        return self.sampling(limit, self.logprobs)
 
 
 class TextPart(BaseModel):

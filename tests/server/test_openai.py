@@ -223,6 +223,8 @@ async def test_bad_parameters_are_400_with_their_name_and_never_a_stream(serve: 
         for prompt in ([-1], [[70_000]], [2**40], "", [], [1.5]):
             response = await client.post("/v1/completions", json={**COMPLETION, "prompt": prompt, "stream": stream})
             assert response.status_code == 400, (prompt, response.text)
+        response = await client.post("/v1/completions", json={**COMPLETION, "max_tokens": 0, "stream": stream})
+        assert response.json()["error"]["param"] == "max_tokens"
         for data in (b"", b"[1]", b"{", b"[" * 100_000):
             response = await client.post("/v1/completions", content=data)
             assert response.status_code == 400
