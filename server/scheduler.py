@@ -22,8 +22,9 @@ from paceline.shared.messages import StepTime
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """max_rows: packed rows per step. prefill_step_s: how long prefill may make a step, whether others decode or not:
-    a generation that opens meanwhile waits for its end. min_chunk: rows that prefill has at least, so that it ends.
+    """max_rows: packed rows per step. prefill_step_s: how long prefill may make a step in which others decode; twice
+    that if nobody does: whoever opens meanwhile waits for its end, but short chunks cost a lone prompt up to a fifth of
+    its time. min_chunk: rows that prefill has at least, so that it ends.
     """
 
     max_rows: int = 1024
@@ -70,7 +71,7 @@ def schedule(candidates: Sequence[Candidate], limits: StepLimits, step_time: Ste
     num_nodes = _share_nodes(candidates, [index for index in decoding if num_tokens[index]], rows_left)
     rows_left -= sum(num_nodes)
     prefilling = [i for i, candidate in enumerate(candidates) if candidate.num_missing > 1]
-    seconds_left = limits.prefill_step_s - step_time.at(limits.max_rows - rows_left)
+    seconds_left = limits.prefill_step_s * (1 if decoding else 2) - step_time.at(limits.max_rows - rows_left)
     prefill_left = min(rows_left, max(int(seconds_left / max(step_time.per_row_s, 1e-9)), limits.min_chunk))
     kept = sum(min(candidates[index].num_missing, limits.min_chunk) for index in prefilling)
     for index in prefilling:
