@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import numpy as np
 import pytest
 import torch
@@ -123,6 +124,21 @@ def test_what_is_no_model_is_named(tmp_path: Path, name: str, message: str, monk
         (tmp_path / file).write_bytes(b"nothing of use")
     with pytest.raises(ModelError, match=message):
         load_target(name.replace("{tmp}", str(tmp_path)))
+
+
+def test_an_id_is_found_in_the_local_hugging_face_cache(
+    save: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save()
+    cached = tmp_path / "hub" / "models--someone--tiny"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("0" * 40)
+    (cached / "snapshots").mkdir()
+    folder.rename(cached / "snapshots" / ("0" * 40))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    target = load_target("someone/tiny", kv_memory=1 << 20)
+    assert target.info.name == "someone/tiny"
+    assert target.info.vocab_size == 60
 
 
 def test_unbuilt_embedded_target_says_what_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
