@@ -138,7 +138,12 @@ class Growth:
         return request
 
     def take(
-        self, request: DraftRequest, candidates: Candidates, conditions: Conditions, generation: int
+        self,
+        request: DraftRequest,
+        candidates: Candidates,
+        conditions: Conditions,
+        generation: int,
+        max_frame_nodes: int,
     ) -> list[Grow]:
         """Hang candidates below the nodes that are still alive. Returns frames in mss only: draws are sent at once."""
         keys = np.concatenate([[ANCHOR_KEY], request.keys]) if request.wants_anchor else request.keys
@@ -160,7 +165,7 @@ class Growth:
         if not self._draws or not len(fresh):
             return []
         by_parent = {int(rows[index]): proposal for index, proposal in ranked.proposals.items()}
-        return [self._frame(generation, fresh, by_parent)]
+        return [self._frame(generation, part, by_parent) for part in _parts(fresh, max_frame_nodes)]
 
     def _present_rows(self, keys: NDArray[np.int64], *, is_anchor_still: bool) -> Rows:
         rows = self.tree.rows_of(keys)
@@ -207,8 +212,7 @@ class Growth:
         if self._draws or not len(self.tree):
             return []
         rows = self._policy.send(self.tree, conditions)
-        parts = [rows[begin : begin + max_frame_nodes] for begin in range(0, len(rows), max_frame_nodes)]
-        return [self._frame(generation, part, None) for part in parts]
+        return [self._frame(generation, part, None) for part in _parts(rows, max_frame_nodes)]
 
     def _frame(self, generation: int, rows: Rows, by_parent: Mapping[int, Proposal] | None) -> Grow:
         tree = self.tree
@@ -229,6 +233,11 @@ class Growth:
         self._next_id += len(rows)
         self.num_sent += len(rows)
         return frame
+
+
+def _parts(rows: Rows, size: int) -> list[Rows]:
+    """Consecutive rows, at most ``size`` at a time: a server takes no larger frame."""
+    return [rows[begin : begin + size] for begin in range(0, len(rows), size)]
 
 
 def join_frames(messages: Sequence[ClientMessage], max_frame_nodes: int) -> list[ClientMessage]:

@@ -281,7 +281,8 @@ class ClientSession:
             self.controller.observe_call(drafter, num_rows, now - self._asked_at[drafter])
         self.stats.draft_calls += 1
         if not self.is_done:
-            self._outbox.extend(self._growth.take(request, candidates, self._conditions(drafter), self.generation))
+            most, conditions = self._welcome.limits.max_frame_nodes, self._conditions(drafter)
+            self._outbox.extend(self._growth.take(request, candidates, conditions, self.generation, most))
             self._grow()
 
     def retire(self, drafter: int) -> None:

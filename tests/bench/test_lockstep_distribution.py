@@ -22,6 +22,7 @@ from paceline.client.drafting.ranking import make_ranking
 from paceline.client.session import Task
 from paceline.server.engine import Engine, EngineSettings
 from paceline.server.scripted import ScriptedTarget
+from paceline.shared.messages import Limits
 from paceline.shared.sampling import SamplingParams, Verifier
 
 VOCAB_SIZE = 16
@@ -63,14 +64,13 @@ class MarkovDrafter:
         return Candidates(order, np.take_along_axis(self.logprobs[tokens], order, axis=1))
 
 
-def sample(verifier, num_texts, delay, max_nodes=32, drafters=None):
+def sample(verifier, num_texts, delay, max_nodes=32, limits=None):
     """int64[V, V]: what followed each token, and how many tokens each drafter contributed."""
     target = ScriptedTarget(lambda context: TABLE[context[-1]], VOCAB_SIZE)
-    engine = Engine(target, EngineSettings(max_running=8, max_nodes=max_nodes))
+    engine = Engine(target, EngineSettings(max_running=8, max_nodes=max_nodes, limits=limits or Limits()))
     tasks = [Task(PROMPT, replace(SAMPLING, seed=seed), verifier) for seed in range(num_texts)]
     settings = LockstepSettings(num_parallel=8, delay=delay, calls=4, can_switch=False)
-    drafters = (MarkovDrafter(), NGramDrafter()) if drafters is None else drafters
-    answers = run_lockstep(engine, welcome_of(engine), tasks, drafters, settings)
+    answers = run_lockstep(engine, welcome_of(engine), tasks, (MarkovDrafter(), NGramDrafter()), settings)
     counts = np.zeros((VOCAB_SIZE, VOCAB_SIZE), np.int64)
     for answer in answers:
         text = [int(PROMPT[-1]), *answer.token_ids[: MAX_TOKENS - 1].tolist()]
@@ -106,6 +106,12 @@ def p_value(counts):
 def test_drafted_text_has_the_target_distribution(verifier, delay, max_nodes):
     counts, contributed = sample(verifier, 100, delay, max_nodes)
     assert contributed[0] > 0.05 * counts.sum(), "the draft model must matter for the test to mean anything"
+    assert p_value(counts) > 1e-3
+
+
+def test_draws_that_fill_more_than_one_frame_are_split():
+    counts, contributed = sample(Verifier.MSS, 60, 0, limits=Limits(max_frame_nodes=3))
+    assert contributed[0] > 0.05 * counts.sum()
     assert p_value(counts) > 1e-3
 
 
