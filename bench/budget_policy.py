@@ -18,6 +18,8 @@ from paceline.client.drafting.policy import CallCost, Choice, Conditions, Prospe
 _NO_ROWS: Rows = np.zeros(0, np.int64)
 _LEAST_ODDS = 1e-4
 _MAX_CHILDREN = 16
+_LEAST_INSTANT_ODDS = 0.05
+_MAX_INSTANT_CALLS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +32,15 @@ class TreeBudget:
 
 
 class BudgetPolicy:
-    """State of one session. main: the drafter whose calls are counted; the others stand before it and are instant."""
+    """State of one session. main: the drafter whose calls are counted; the others stand before it and are instant:
+    they are asked about likely nodes as often as they have anything to say, within reason.
+    """
 
     def __init__(self, budget: TreeBudget, main: int) -> None:
         self._budget = budget
         self._main = main
         self._num_calls = 0
+        self._num_instant = 0
         self._is_sent = False
 
     def max_children(self, depths: NDArray[np.int32]) -> NDArray[np.int32]:
@@ -44,15 +49,19 @@ class BudgetPolicy:
     def select(self, tree: LiveTree, drafter: int, conditions: Conditions, cost: CallCost) -> Choice:
         del cost
         if self._is_sent and not tree.sent.any():
-            self._is_sent, self._num_calls = False, 0
-        if self._is_sent:
+            self._is_sent, self._num_calls, self._num_instant = False, 0, 0
+        is_main = drafter == self._main
+        if self._is_sent or (not is_main and self._num_instant >= _MAX_INSTANT_CALLS):
             return Choice(_NO_ROWS, anchor=False)
         anchor = not tree.anchor_expanded & (1 << drafter)
         rows = self._open_rows(tree, drafter, conditions.max_depth)
+        if not is_main:
+            rows = rows[tree.odds[rows] >= _LEAST_INSTANT_ODDS]
         rows = rows[np.argsort(-tree.odds[rows], kind="stable")[: self._budget.width]]
         choice = Choice(_with_ancestors(tree, rows, drafter), anchor)
-        if drafter == self._main and not choice.is_empty:
-            self._num_calls += 1
+        if not choice.is_empty:
+            self._num_calls += is_main
+            self._num_instant += not is_main
         return choice
 
     def prospect(self, tree: LiveTree, drafter: int, conditions: Conditions, cost: CallCost) -> Prospect:

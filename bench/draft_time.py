@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.client.drafting.drafter import Drafter
+from paceline.client.drafting.drafter import Drafter, DraftSequence
 from paceline.client.drafting.live_tree import ANCHOR_ROW, LiveTree
 from paceline.client.drafting.policy import Policy
 from paceline.client.session import ClientSession, Task
@@ -57,14 +57,7 @@ def time_drafts(
     try:
         while len(walls) <= num_trees and at < len(text) - 1:
             wall, cpu, sent = time.perf_counter(), time.thread_time(), session.stats.drafted
-            busy = True
-            while busy:
-                busy = False
-                for index, sequence in enumerate(sequences):
-                    request = session.next_draft(index, 0.0)
-                    if request is not None:
-                        session.drafted(index, sequence.expand(request), 0.0)
-                        busy = True
+            _draft(session, drafters, sequences)
             frames = [message for message in session.outgoing(0.0) if isinstance(message, Grow)]
             walls.append(time.perf_counter() - wall)
             cpus.append(time.thread_time() - cpu)
@@ -78,6 +71,19 @@ def time_drafts(
             sequence.close()
     # The first tree includes the prompt.
     return DraftTiming(float(np.median(walls[1:]) * 1e3), float(np.median(cpus[1:]) * 1e3), float(np.mean(nodes[1:])))
+
+
+def _draft(session: ClientSession, drafters: Sequence[Drafter], sequences: Sequence[DraftSequence]) -> None:
+    """By turns until nothing is left to ask; instant drafters answer as often as they are asked."""
+    busy = True
+    while busy:
+        busy = False
+        for index, drafter in enumerate(drafters):
+            while (request := session.next_draft(index, 0.0)) is not None:
+                session.drafted(index, sequences[index].expand(request), 0.0)
+                busy = True
+                if not drafter.is_instant:
+                    break
 
 
 def _num_accepted(tree: LiveTree, text: NDArray[np.int32]) -> int:

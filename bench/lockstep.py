@@ -61,26 +61,37 @@ class Answer:
 class _Stream:
     """One task's session with its drafters' sequences and the frames under way."""
 
-    def __init__(self, number: int, session: ClientSession, sequences: list[DraftSequence]) -> None:
+    def __init__(self, number: int, session: ClientSession, drafters: Sequence[Drafter]) -> None:
         self.number = number
         self.session = session
-        self.sequences = sequences
+        self.drafters = drafters
+        self.sequences: list[DraftSequence] = [drafter.start() for drafter in drafters]
         self.up: deque[tuple[int, bytes]] = deque()
         self.down: deque[tuple[int, bytes]] = deque()
         self.drafted: list[bool] = []
         self.proposers: list[int] = []
 
     def draft(self, calls: int, now: float) -> None:
-        """Let the drafters answer by turns until they have nothing to do, or ``calls`` times each."""
+        """Let the drafters answer by turns until they have nothing to do, or ``calls`` times each.
+
+        An instant drafter answers until it has nothing to do, as in a client, where that takes no time.
+        """
         for _ in range(calls):
-            asked = False
-            for index, sequence in enumerate(self.sequences):
-                request = self.session.next_draft(index, now)
-                if request is not None:
-                    asked = True
-                    self.session.drafted(index, sequence.expand(request), now)
-            if not asked:
+            asked = [
+                self._answer(index, calls if drafter.is_instant else 1, now)
+                for index, drafter in enumerate(self.drafters)
+            ]
+            if not any(asked):
                 break
+
+    def _answer(self, index: int, calls: int, now: float) -> bool:
+        """Whether a drafter had anything to do; it is asked ``calls`` times at most."""
+        for number in range(calls):
+            request = self.session.next_draft(index, now)
+            if request is None:
+                return number > 0
+            self.session.drafted(index, self.sequences[index].expand(request), now)
+        return True
 
     def receive(self, message: ServerMessage, now: float) -> None:
         """Hand a message to the session, and note who proposed what it accepts."""
@@ -116,7 +127,7 @@ def run_lockstep(
                 acceptance=settings.acceptance,
                 controller=controller,
             )
-            running[number] = _Stream(number, session, [drafter.start() for drafter in drafters])
+            running[number] = _Stream(number, session, drafters)
             session.controller.observe_rtt(2 * settings.delay * ROUND_S)
             session.open(round_number * ROUND_S)
         _round(engine, running, settings, round_number)
