@@ -64,7 +64,7 @@ SPECINFER = {
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much to measure. num_positions: where trees are grown, at temperature 1; a third of it at the others.
+    """How much to measure. num_positions: where trees are grown, at temperature 1; a quarter of it at the others.
 
     max_tokens: of each text. stride: tokens between positions. num_trees: drawn trees of each kind at each position.
     """
@@ -76,7 +76,7 @@ class Effort:
 
     def num_texts(self, temperature: float) -> int:
         """How many texts hold that many positions."""
-        positions = self.num_positions if temperature == 1.0 else self.num_positions // 3
+        positions = self.num_positions if temperature == 1.0 else self.num_positions // 4
         return max(1, -(-positions * self.stride // self.max_tokens))
 
 
