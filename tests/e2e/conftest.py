@@ -120,8 +120,8 @@ def reference() -> Callable[[list[list[int]], int], list[list[int]]]:
 
     def generate(prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
         answers: list[list[int]] = []
-        for at in range(0, len(prompts), 8):
-            group = prompts[at : at + 8]
+        for at in range(0, len(prompts), 14):
+            group = prompts[at : at + 14]
             longest = max(len(prompt) for prompt in group)
             pads = [longest - len(prompt) for prompt in group]
             ids = torch.tensor([[0] * pad + prompt for pad, prompt in zip(pads, group, strict=True)])

@@ -92,10 +92,10 @@ def write(
     delay: int = 1,
 ) -> list[Answer]:
     """Every prompt's answer, through sessions, wire and engine; afterwards no KV block is held."""
-    engine = Engine(target, EngineSettings(max_nodes=12))
+    engine = Engine(target, EngineSettings(max_nodes=8))
     verifier = sampling.default_verifier()
     tasks = [Task(np.array(prompt, np.int32), sampling, verifier) for prompt in prompts]
-    settings = LockstepSettings(num_parallel, delay, calls=4, make_policy=make_policy)
+    settings = LockstepSettings(num_parallel, delay, calls=2, make_policy=make_policy)
     answers = run_lockstep(engine, welcome_of(engine), tasks, drafters, settings)
     assert target.pool.num_used_blocks == 0
     return answers
@@ -190,7 +190,7 @@ def test_seeded_request_does_not_feel_its_neighbours(target: Target, ssm: Drafte
         )
         for index in range(7)
     ]
-    engine = Engine(target, EngineSettings(max_nodes=12))
+    engine = Engine(target, EngineSettings(max_nodes=8))
     alone = run_lockstep(engine, welcome_of(engine), [mine], [ssm], LockstepSettings(8, 1, calls=4))[0]
     crowd = run_lockstep(engine, welcome_of(engine), [*others, mine], [ssm], LockstepSettings(8, 1, calls=4))[-1]
     assert crowd.token_ids.tolist() == alone.token_ids.tolist()
