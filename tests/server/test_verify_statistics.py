@@ -11,6 +11,7 @@ import pytest
 import torch
 from scipy import stats
 
+from paceline.server.noise import Key, gumbel_on_device
 from paceline.server.verify import (
     Proposal,
     RandomDice,
@@ -21,7 +22,6 @@ from paceline.server.verify import (
     walk,
 )
 from paceline.server.warp import Rows, warp
-from paceline.shared.noise import gumbel
 from paceline.shared.quantise import draw, quantised
 from paceline.shared.sampling import SamplingParams
 from paceline.shared.tree import TokenTree
@@ -148,14 +148,22 @@ class Naive:
 class Coupled(Naive):
     """The two best of log q plus the noise that the server will use."""
 
+    NUM_SEEDS = 256
+
+    def noise(self, seed):
+        """float32[LENGTH, V]: the drafter's noise, made for many seeds at once (the verifier makes its own)."""
+        first = seed - seed % self.NUM_SEEDS
+        if first not in self.trees:
+            keys = [Key(first + number, 0, 100 + depth) for number in range(self.NUM_SEEDS) for depth in range(LENGTH)]
+            rows = gumbel_on_device(keys, VOCAB_SIZE, torch.device("cpu")).numpy()
+            self.trees = {first: rows.reshape(self.NUM_SEEDS, LENGTH, VOCAB_SIZE)}
+        return self.trees[first][seed - first]
+
     def step(self, run, seed):
-        noise = {}
+        noise = self.noise(seed)
 
         def children(path):
-            depth = len(path)
-            if depth not in noise:
-                noise[depth] = gumbel(seed, 100 + depth, IDS)
-            best = np.argsort(-(self.world.log_q(path) + noise[depth]), kind="stable")[:2].tolist()
+            best = np.argsort(-(self.world.log_q(path) + noise[len(path)]), kind="stable")[:2].tolist()
             return best, [0, 0], None
 
         tree, _ = grow(run, min(2, LENGTH - len(run)), children)
