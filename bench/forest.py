@@ -17,14 +17,15 @@ from numpy.typing import NDArray
 
 from paceline.client.drafting.drafter import ANCHOR_KEY, Candidates, DraftRequest, DraftSequence
 from paceline.client.drafting.ranking import Ranking, Situation
+from paceline.client.growth import CANDIDATE_WIDTH
 from paceline.server.batch import Batch, Segment
 from paceline.server.target import Target
 from paceline.shared.messages import Proposal
 from paceline.shared.tree import ANCHOR, TokenTree
 
 Path = tuple[int, ...]
-WIDTH = 32
-"""Candidates asked for per row: all that a draft graph returns."""
+WIDTH = CANDIDATE_WIDTH
+"""Candidates asked for per row: as many as a session asks for."""
 MAX_CHILDREN = 8
 _NO_TOKENS = np.zeros(0, np.int32)
 _NO_KEYS = np.zeros(0, np.int64)
