@@ -111,8 +111,8 @@ def test_drafted_greedy_text_is_that_of_transformers(
     answers = write(target, prompts, [ssm, NGramDrafter()], SamplingParams(max_tokens=NUM_TOKENS))
     assert ids(answers) == expected
     num_tokens = sum(len(answer) for answer in expected)
-    assert sum(answer.stats.accepted for answer in answers) > 0.2 * num_tokens
-    assert sum(answer.stats.verify_steps for answer in answers) < 0.8 * num_tokens
+    assert sum(answer.stats.accepted for answer in answers) > 0.1 * num_tokens
+    assert sum(answer.stats.verify_steps for answer in answers) < 0.9 * num_tokens
 
 
 @pytest.mark.parametrize("widths", [(1, 1, 1, 1, 1), (2, 2, 2, 2), (4, 3, 1), (8, 2)], ids=str)
