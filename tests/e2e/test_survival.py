@@ -68,7 +68,10 @@ def test_killed_server_is_replaced_by_the_next_and_no_token_is_lost(
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
 def test_interrupted_command_frees_its_generation(server: Any, number: signal.Signals) -> None:
     """U060."""
-    command = [PACELINE, "complete", PROMPT, "--server", server.url, "--max-tokens", "4000"]
+    # A shell's background job ignores Ctrl-C and hands that down: start as a terminal would.
+    heeding = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    program = f"{heeding}; from paceline.shared.cli import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", program, "complete", PROMPT, "--server", server.url, "--max-tokens", "4000"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.read(1)
