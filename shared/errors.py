@@ -158,7 +158,7 @@ class LinkError(PacelineError):
 
 
 class RemoteError(PacelineError):
-    """An error that the server reported; ``remote_code`` is its wire code, ``status`` an exit code that fits it."""
+    """An error that the server reported; ``remote_code`` is its wire code."""
 
     code = "remote"
     http_status = 502
@@ -166,9 +166,3 @@ class RemoteError(PacelineError):
     def __init__(self, remote_code: str, message: str) -> None:
         super().__init__(message)
         self.remote_code = remote_code
-
-    @property
-    def is_usage(self) -> bool:
-        """Whether the user can mend it by changing what was asked for."""
-        usage = (UsageError, ParameterError, ContextError, ModelError, TreeError, LimitError)
-        return self.remote_code in {error.code for error in usage}

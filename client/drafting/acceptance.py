@@ -69,7 +69,3 @@ class Acceptance:
         self._trials *= self._fade
         np.add.at(self._trials.reshape(-1), labels.cells, 1.0)
         np.add.at(self._hits.reshape(-1), labels.cells[labels.hits], 1.0)
-
-    def num_labels(self, drafter: int) -> float:
-        """Faded number of labels of a drafter."""
-        return float(self._trials[drafter].sum())
