@@ -1,9 +1,11 @@
 """Trains a draft on the target's own text: cross-entropy against the target's top-k distribution.
 
 The loss at a position is -sum_k p_k log q_k - p_rest log q_rest over the target's k most likely tokens and one bucket
-for the rest (word-level distillation, Kim and Rush 2016). AdamW; warm-up, plateau, linear decay. Batches are a
-pure function of (seed, step), so a run goes on from its last checkpoint as if it had not stopped. Not for: writing the
-text (`corpus`) or exporting (`export`).
+for the rest (word-level distillation, Kim and Rush 2016). Where the target drew a token v from the rest, -log(q_v /
+q_rest) is added: in expectation over its draws the sum is then the cross-entropy of the whole distributions, tail
+included, which k labels cannot teach. Mass outside the draft's vocabulary is left out. AdamW; warm-up, plateau, linear
+decay. Batches are a pure function of (seed, step), so a run goes on from its last checkpoint as if it had not stopped.
+Not for: writing the text (`corpus`) or exporting (`export`).
 """
 
 from __future__ import annotations
@@ -70,12 +72,13 @@ class Agreement:
 
 def distillation_losses(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
     """float32[M]: the loss at every labelled position, from logits [M, Vd]."""
-    logprobs = torch.log_softmax(logits, dim=-1).gather(1, batch.labels)
+    whole = torch.log_softmax(logits, dim=-1)
+    logprobs = whole.gather(1, batch.labels)
     known = batch.masses > 0
     likely = torch.where(known, logprobs, torch.zeros_like(logprobs))
-    rest = 1 - (likely.exp() * known).sum(-1)
-    rest_mass = (1 - batch.masses.sum(-1)).clamp_min(0)
-    return -(batch.masses * likely).sum(-1) - rest_mass * rest.clamp_min(1e-6).log()
+    log_rest = (1 - (likely.exp() * known).sum(-1)).clamp_min(1e-6).log()
+    drawn = whole.gather(1, batch.tails.clamp_min(0)[:, None])[:, 0] - log_rest
+    return -(batch.masses * likely).sum(-1) - batch.rest * log_rest - torch.where(batch.tails >= 0, drawn, 0.0)
 
 
 def learning_rate(settings: DistillSettings, step: int) -> float:

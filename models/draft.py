@@ -76,6 +76,26 @@ class Draft(nn.Module):
             draft.head.weight.copy_(target.get_output_embeddings().weight[draft.vocabulary])
         return draft.float()
 
+    def go_on_from(self, earlier: Draft) -> None:
+        """Takes the layers, the norm and the known rows of the head from a draft of the same target and layers.
+
+        Raises: ModelError when the shapes differ.
+        """
+        mine = self.decoder.state_dict()
+        theirs = {name: value for name, value in earlier.decoder.state_dict().items() if "embed_tokens" not in name}
+        shapes = {name: value.shape for name, value in mine.items() if name in theirs}
+        if len(shapes) + 1 != len(mine) or shapes != {name: value.shape for name, value in theirs.items()}:
+            raise ModelError(
+                f"expected a draft of {len(self.decoder.layers)} layers of the same target to go on from, "
+                f"got one of {len(earlier.decoder.layers)} of width {earlier.config.hidden_size}"
+            )
+        self.decoder.load_state_dict(theirs, strict=False)
+        known = torch.isin(self.vocabulary, earlier.vocabulary)
+        with torch.no_grad():
+            self.head.weight[known] = earlier.head.weight[
+                torch.searchsorted(earlier.vocabulary, self.vocabulary[known])
+            ]
+
     def forward(
         self, ids: torch.Tensor, positions: torch.Tensor | None = None, mask: torch.Tensor | None = None
     ) -> torch.Tensor:

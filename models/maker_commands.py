@@ -19,6 +19,8 @@ Examples:
   paceline models distill ./my-model --work-dir work --layers 4 --vocab 16384 --device cuda
 
   paceline models distill ./my-model --work-dir work       goes on where a killed run stopped
+
+  paceline models distill ./my-model --work-dir more --start-from work --tokens 1000000 --vocab 16384
 """
 _BOOST_EXAMPLES = """
 Examples:
@@ -102,6 +104,14 @@ def distill(
         int, typer.Option(min=1, help="texts that the target writes at once", envvar="PACELINE_MODELS_ROWS")
     ] = 192,
     slots: Annotated[int, typer.Option(min=16, help="longest text, in tokens", envvar="PACELINE_MODELS_SLOTS")] = 384,
+    start: Annotated[
+        Path | None,
+        typer.Option(
+            "--start-from",
+            help="work folder of a finished run whose draft is trained on, with more text or a larger vocabulary",
+            envvar="PACELINE_MODELS_START_FROM",
+        ),
+    ] = None,
     bits: Bits = 8,
     min_agreement: MinAgreement = 0.85,
     seed: Annotated[int, typer.Option(help="of text, order and training", envvar="PACELINE_MODELS_SEED")] = 0,
@@ -130,6 +140,7 @@ def distill(
             row_len=row_len,
             learning_rate=learning_rate,
         ),
+        start=start,
     )
     result = distill_with_bars(folder, work_dir, settings, pick_device(device))
     write_bundle({"ssm-0": result}, target, folder, out, ExportWish(bits, min_agreement))

@@ -23,14 +23,18 @@ from paceline.models.distill import Progress as StepProgress
 from paceline.models.draft import Draft, evenly_outer_layers
 from paceline.models.manifest import TOKENIZER_NAME
 from paceline.models.samples import Corpus, Packer, rank_vocabulary
-from paceline.models.store import read_json, write_arrays, write_json
+from paceline.models.store import read_json, sha256_file, write_arrays, write_json
 from paceline.models.tokenizer_hash import target_fingerprint, tokenizer_size
 from paceline.shared.errors import ModelError
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineSettings:
-    """One `distill` command. layer_ids empty: the outermost `num_layers` layers of the target."""
+    """One `distill` command.
+
+    layer_ids empty: the outermost `num_layers` layers of the target. start: work folder of a finished run to go on
+    from, with more text, another vocabulary or more steps; None starts from the target's own layers.
+    """
 
     num_tokens: int = 500_000
     num_layers: int = 6
@@ -38,6 +42,16 @@ class PipelineSettings:
     vocab_size: int = 8192
     corpus: CorpusSettings = field(default_factory=CorpusSettings)
     training: DistillSettings = field(default_factory=DistillSettings)
+    start: Path | None = None
+
+    def plan(self, target: Path) -> dict[str, Any]:
+        """What a work folder is held to: the settings, and fingerprints in place of what they name."""
+        plan = {"target": target_fingerprint(target), **asdict(self)}
+        if self.start is not None:
+            plan["start"] = sha256_file(self.start / "draft" / "draft.safetensors")
+        else:
+            del plan["start"]
+        return plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +99,10 @@ def run_pipeline(
     """Does whatever of the work is not done yet. Raises: ModelError when the folder belongs to another plan."""
     hooks = hooks or PipelineHooks()
     started = time.monotonic()
-    _hold_plan(work / "plan.json", {"target": target_fingerprint(target), **asdict(settings)})
+    if settings.start is not None and not (settings.start / "draft" / "provenance.json").is_file():
+        raise ModelError(f"{settings.start} holds no finished draft to go on from: let `paceline models distill` end")
+    plan = settings.plan(target)
+    _hold_plan(work / "plan.json", plan)
     hooks.on_stage("loading the target")
     model, tokenizer = load_target(target, device)
     num_rounds = _write_text(model, tokenizer, work / "corpus", settings, hooks)
@@ -101,8 +118,11 @@ def run_pipeline(
     )
     write_arrays(work / "vocabulary.npz", {"vocabulary": vocabulary})
     layer_ids = settings.layer_ids or evenly_outer_layers(model.config.num_hidden_layers, settings.num_layers)
-    draft = Draft.from_target(model, layer_ids, vocabulary).to(device)
+    draft = Draft.from_target(model, layer_ids, vocabulary)
     del model
+    if settings.start is not None:
+        draft.go_on_from(Draft.load(settings.start / "draft"))
+    draft = draft.to(device)
     packer = Packer(corpus, vocabulary, vocab_rows, settings.training.row_len, settings.training.user_weight)
     distiller = Distiller(draft, packer, settings.training, work / "train")
     distiller.run(hooks.on_step)
@@ -117,8 +137,10 @@ def run_pipeline(
         "session_s": round(time.monotonic() - started, 1),
         "agreement": asdict(measure(draft, packer)),
         "history": distiller.history,
-        "settings": asdict(settings),
+        "settings": {key: value for key, value in plan.items() if key != "target"},
     }
+    if settings.start is not None:
+        provenance["start"] = read_json(settings.start / "draft" / "provenance.json")
     write_json(work / "draft" / "provenance.json", provenance)
     return Distilled(draft, provenance, held_out_texts(corpus))
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from paceline.models.conversation import KIND_FORCED, KIND_USER
+from paceline.models.conversation import KIND_FORCED, KIND_SAMPLED, KIND_USER
 from paceline.models.store import read_json
 
 HELD_OUT_EVERY = 40
@@ -88,8 +88,9 @@ class Batch:
     """ids, positions int64[B, T]; mask additive float32[B, 1, T, T]; and labels for M of the positions.
 
     at int64[M] indexes the flattened B*T positions; labels int64[M, K] are rows of the draft's head (0 where the mass
-    is 0); masses float32[M, K] the target's probabilities; weights float32[M]; sources int64[M], the labelled tokens'
-    places in the corpus.
+    is 0); masses float32[M, K] the target's probabilities; rest float32[M] what its k most likely tokens leave to all
+    others; tails int64[M] the row of the token that the target then drew from those others, -1 for none; weights
+    float32[M]; sources int64[M], the labelled tokens' places in the corpus.
     """
 
     ids: torch.Tensor
@@ -98,6 +99,8 @@ class Batch:
     at: torch.Tensor
     labels: torch.Tensor
     masses: torch.Tensor
+    rest: torch.Tensor
+    tails: torch.Tensor
     weights: torch.Tensor
     sources: torch.Tensor
 
@@ -175,9 +178,13 @@ class Packer:
                 targets.append(row * length + np.arange(at, end - 1))
                 at = end
         source = np.concatenate(sources)
-        labels = self._inverse[self.corpus.top_ids[source]]
-        masses = np.exp(self.corpus.top_logprobs[source].astype(np.float32)) * (labels >= 0)
-        kinds = self.corpus.kinds[source]
+        top_ids, kinds, tokens = self.corpus.top_ids[source], self.corpus.kinds[source], self.corpus.tokens[source]
+        labels = self._inverse[top_ids]
+        masses = np.exp(self.corpus.top_logprobs[source].astype(np.float32))
+        rest = np.maximum(1 - masses.sum(axis=1), 0)
+        masses *= labels >= 0
+        in_tail = (kinds == KIND_SAMPLED) & ~(top_ids == tokens[:, None]).any(axis=1)
+        tails = np.where(in_tail, self._inverse[tokens], -1)
         weights = np.where((kinds == KIND_FORCED) | (kinds == KIND_USER), self.user_weight, 1.0)
         if self.emphasis is not None:
             weights = weights * self.emphasis[source]
@@ -188,6 +195,8 @@ class Packer:
             at=torch.from_numpy(np.concatenate(targets)),
             labels=torch.from_numpy(np.maximum(labels, 0)),
             masses=torch.from_numpy(masses),
+            rest=torch.from_numpy(rest),
+            tails=torch.from_numpy(tails),
             weights=torch.from_numpy(weights.astype(np.float32)),
             sources=torch.from_numpy(source),
         )

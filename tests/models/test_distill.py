@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.models.conversation import CorpusSettings
+from paceline.models.conversation import KIND_SAMPLED, CorpusSettings
 from paceline.models.corpus import RoundWriter, write_corpus
 from paceline.models.delta import load_delta, save_delta
 from paceline.models.distill import Distiller, DistillSettings, distillation_losses, learning_rate, measure
@@ -20,7 +20,7 @@ from paceline.models.samples import Corpus, Packer, rank_vocabulary
 from paceline.shared.errors import ModelError
 
 TEXT = CorpusSettings(
-    seed=1, num_rows=8, num_slots=100, top_k=16, max_user_len=12, max_long_user_len=16, max_answer_len=20, min_room=40
+    seed=1, num_rows=8, num_slots=100, top_k=96, max_user_len=12, max_long_user_len=16, max_answer_len=20, min_room=40
 )
 TRAINING = DistillSettings(
     seed=2, num_steps=8, batch_rows=2, micro_rows=1, row_len=128, learning_rate=3e-3, warmup_steps=2, checkpoint_s=1e9
@@ -82,15 +82,69 @@ def test_epochs_hold_every_training_document_once(draft_and_packer: tuple[Draft,
 
 def test_loss_is_least_at_the_targets_own_distribution(draft_and_packer: tuple[Draft, Packer]) -> None:
     batch = draft_and_packer[1].batch([[0]])
+    batch = replace(batch, tails=torch.full_like(batch.tails, -1))
     num = len(batch.at)
-    rest = (1 - batch.masses.sum(1, keepdim=True)).clamp_min(1e-6)
     probs = torch.zeros(num, 120).scatter_add_(1, batch.labels, batch.masses)
     unlabelled = probs == 0
-    probs += unlabelled * rest / unlabelled.sum(1, keepdim=True)
+    probs += unlabelled * batch.rest.clamp_min(1e-6)[:, None] / unlabelled.sum(1, keepdim=True)
+    probs /= probs.sum(1, keepdim=True)
     best = distillation_losses(probs.log(), batch).mean()
     worse = distillation_losses((probs.log() * 0.7), batch).mean()
     flat = distillation_losses(torch.zeros(num, 120), batch).mean()
     assert best < worse < flat
+
+
+def test_loss_over_the_targets_draws_averages_to_the_whole_cross_entropy(
+    draft_and_packer: tuple[Draft, Packer],
+) -> None:
+    vocab, num_labels = 12, 4
+    rng = np.random.default_rng(5)
+    p = torch.from_numpy(rng.dirichlet(np.full(vocab, 0.5)).astype(np.float32))
+    logits = torch.from_numpy(rng.normal(size=vocab).astype(np.float32))
+    order = p.argsort(descending=True)
+    labels, tail = order[:num_labels], order[num_labels:]
+    template = draft_and_packer[1].batch([[0]])
+    draws = torch.cat([torch.tensor([-1]), tail])
+    batch = replace(
+        template,
+        labels=labels.expand(len(draws), -1),
+        masses=p[labels].expand(len(draws), -1),
+        rest=(1 - p[labels].sum()).expand(len(draws)),
+        tails=draws,
+    )
+    losses = distillation_losses(logits.expand(len(draws), -1), batch)
+    chances = torch.cat([p[labels].sum()[None], p[tail]])
+    torch.testing.assert_close((chances * losses).sum(), -(p * torch.log_softmax(logits, -1)).sum())
+
+
+def test_tails_are_the_sampled_tokens_that_no_label_holds(draft_and_packer: tuple[Draft, Packer]) -> None:
+    packer = draft_and_packer[1]
+    corpus = packer.corpus
+    batch = packer.batch(packer.rows(list(range(corpus.num_documents))))
+    source = batch.sources.numpy()
+    held = (corpus.top_ids[source] == corpus.tokens[source][:, None]).any(axis=1)
+    has_tail = batch.tails.numpy() >= 0
+    assert has_tail.any() and not (has_tail & (held | (corpus.kinds[source] != KIND_SAMPLED))).any()
+    vocabulary = draft_and_packer[0].vocabulary.numpy()
+    assert (vocabulary[batch.tails.numpy()[has_tail]] == corpus.tokens[source][has_tail]).all()
+
+
+def test_draft_goes_on_from_one_with_a_smaller_vocabulary(target, draft_and_packer: tuple[Draft, Packer]) -> None:
+    earlier, packer = draft_and_packer
+    with torch.no_grad():
+        for parameter in earlier.parameters():
+            parameter.add_(0.01)
+    larger = Draft.from_target(target[0], (0, 3), rank_vocabulary(packer.corpus, 264, 200))
+    fresh = larger.head.weight.clone()
+    larger.go_on_from(earlier)
+    ids = packer.batch([[0]]).ids
+    known = torch.isin(larger.vocabulary, earlier.vocabulary)
+    assert known.sum() == 120 and torch.equal(larger.head.weight[~known], fresh[~known])
+    with torch.no_grad():
+        larger.decoder.embed_tokens.load_state_dict(earlier.decoder.embed_tokens.state_dict())
+        torch.testing.assert_close(larger(ids)[..., known], earlier(ids))
+    with pytest.raises(ModelError, match=r"draft of 1 layers .* got one of 2"):
+        Draft.from_target(target[0], (0,), earlier.vocabulary.numpy()).go_on_from(earlier)
 
 
 def test_training_lowers_the_loss(draft_and_packer: tuple[Draft, Packer], tmp_path: Path) -> None:

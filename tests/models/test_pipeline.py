@@ -47,6 +47,13 @@ def test_tiny_qwen3_is_distilled_and_exported(
     assert "agrees with fp32" in capsys.readouterr().out
     assert main([*command, *OPTIONS.replace("--vocab 128", "--vocab 99").split()]) == 2
     assert "vocab_size" in capsys.readouterr().err
+    more = [part.replace(str(tmp_path / "work"), str(tmp_path / "more")) for part in command]
+    more += ["--start-from", str(tmp_path / "work"), *OPTIONS.replace("--vocab 128", "--vocab 160").split()]
+    assert main(more) == 0
+    told = verify_bundle(tmp_path / "bundle").provenance["ssm-0"]
+    assert told["vocab_size"] == 160 and told["start"]["vocab_size"] == 128 and told["start"]["trained_tokens"] > 0
+    assert main([*more, "--start-from", str(tmp_path / "nowhere")]) == 2
+    assert "no finished draft" in capsys.readouterr().err
 
 
 def make_draft(seed: int = 0) -> Draft:
