@@ -102,7 +102,7 @@ class Distiller:
         decayed = [p for p in draft.parameters() if p.requires_grad and p.ndim > 1]
         plain = [p for p in draft.parameters() if p.requires_grad and p.ndim == 1]
         groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas)
+        self.optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas, fused=True)
         self.step = 0
         self.tokens = 0
         self.elapsed_s = 0.0
