@@ -15,7 +15,7 @@ import numpy as np
 
 from paceline.bench.clock import VirtualClock
 from paceline.bench.costs import DraftTime
-from paceline.bench.frames import weight
+from paceline.bench.frames import Weigh, weight
 from paceline.bench.link import LinkModel, Outages, Pipe
 from paceline.bench.playback import Oracle
 from paceline.bench.recording import Recording
@@ -60,10 +60,12 @@ class StreamClient:
         number: int = 0,
         seed: int = 0,
         on_done: Callable[[], None] = lambda: None,
+        weigh: Weigh = weight,
     ) -> None:
         self._clock, self._server, self._recording, self._link, self._model = clock, server, recording, link, model
         self._number, self._seed = number, seed
         self._on_done = on_done
+        self._weigh = weigh
         self._drafters = tuple(model.make_drafters(recording))
         self._sequences = [drafter.start() for drafter in self._drafters]
         self._outages = Outages(link, seed)
@@ -106,7 +108,7 @@ class StreamClient:
         self.session.controller.observe_rtt(self._link.rtt_s + self._link.jitter_s)
 
         def deliver(message: ServerMessage) -> None:
-            size = weight(message, is_up=False)
+            size = self._weigh(message, is_up=False)
             self.served.bytes_down += size
             now = self._clock.now
             arrival = self._down.send(now, size)
@@ -199,7 +201,7 @@ class StreamClient:
         if not isinstance(message, Open | Grow | Cancel):
             return
         now, epoch, connection = self._clock.now, self._epoch, self._connection
-        size = weight(message, is_up=True)
+        size = self._weigh(message, is_up=True)
         self.served.bytes_up += size
         if isinstance(message, Grow):
             self.served.num_drafted += len(message.tokens)

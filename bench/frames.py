@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from paceline.shared.messages import Message
+from collections.abc import Callable
+
+from paceline.shared.messages import Commit, Grow, Message, Open
 from paceline.shared.wire import encode
 
+Weigh = Callable[..., int]
+"""``weight``, or something like it."""
+
 _MASK_BYTES = 4
+_ROUGH_BYTES = 24
+_ROUGH_TOKEN_BYTES = 3
 
 
 def header_bytes(payload: int, *, is_up: bool) -> int:
@@ -17,4 +24,17 @@ def header_bytes(payload: int, *, is_up: bool) -> int:
 def weight(message: Message, *, is_up: bool) -> int:
     """Bytes of the whole frame."""
     payload = len(encode(message))
+    return payload + header_bytes(payload, is_up=is_up)
+
+
+def rough_weight(message: Message, *, is_up: bool) -> int:
+    """About the same without encoding anything: where thousands of streams share a run and bandwidth is no question."""
+    match message:
+        case Commit() | Grow():
+            count = len(message.tokens)
+        case Open():
+            count = len(message.prompt) + len(message.committed)
+        case _:
+            count = 0
+    payload = _ROUGH_BYTES + _ROUGH_TOKEN_BYTES * count
     return payload + header_bytes(payload, is_up=is_up)

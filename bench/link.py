@@ -29,6 +29,7 @@ class LinkModel:
     mean_uptime_s: mean time between forced disconnections (exponential); None for never.
     downtime_s: how long a lost connection stays unreachable before a new one may begin.
     handshake_rtts: round trips from the first packet to the answered hello (TCP 1, upgrade 1, hello 1).
+    freeze: (begin, length) in seconds on the run's clock: what would arrive within it arrives at its end.
     """
 
     rtt_s: float = 0.0
@@ -40,6 +41,7 @@ class LinkModel:
     mean_uptime_s: float | None = None
     downtime_s: float = 0.05
     handshake_rtts: float = 3.0
+    freeze: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
         for name in ("rtt_s", "jitter_s", "downtime_s", "handshake_rtts"):
@@ -76,6 +78,8 @@ class Pipe:
         if model.loss and float(self._rng.random()) < model.loss:
             delay += max(MIN_STALL_S, 1.5 * model.rtt_s)
         self._last_arrival = max(self._last_arrival, self._free_at + delay)
+        if model.freeze is not None and model.freeze[0] <= self._last_arrival < sum(model.freeze):
+            self._last_arrival = sum(model.freeze)
         return self._last_arrival
 
 

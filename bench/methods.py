@@ -20,7 +20,7 @@ from paceline.bench.baselines.shapes import BestFirst, Chain, Expansion, Shape
 from paceline.bench.baselines.waiting import VerifyServer, WaitingClient
 from paceline.bench.client import ClientModel, StreamClient
 from paceline.bench.clock import VirtualClock
-from paceline.bench.costs import DraftTime
+from paceline.bench.costs import DraftTime, ServerCost
 from paceline.bench.link import LinkModel
 from paceline.bench.playback import PlaybackDrafter
 from paceline.bench.recording import Recording
@@ -114,7 +114,7 @@ def stream(
     clock = VirtualClock()
     settings = replace(settings or EngineSettings(), step_time=cell.step_time)
     target = RecordedTarget(cell.vocab_size)
-    server = SimulatedServer(clock, target, cell.step_time, settings)
+    server = SimulatedServer(clock, target, ServerCost(cell.step_time), settings)
     numbers = iter(range(1, 1 << 30))
 
     def start(recording: Recording, seed: int, on_done: Callable[[], None]) -> Served:
@@ -153,7 +153,7 @@ def wait(cell: Cell, shape: Shape, *, is_proactive: bool = False) -> list[Served
 def colocate(cell: Cell, shape: Shape) -> list[Served]:
     """Requests by speculation inside the server, streamed over the link."""
     clock = VirtualClock()
-    server = ColocatedServer(clock, cell.step_time, cell.draft_time, shape)
+    server = ColocatedServer(clock, ServerCost(cell.step_time, draft=cell.draft_time), shape)
 
     def start(recording: Recording, seed: int, on_done: Callable[[], None]) -> Served:
         return server.open(recording, cell.link, seed, on_done)

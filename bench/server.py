@@ -1,4 +1,4 @@
-"""The simulated server: the real engine core on a virtual clock, charged t(n) for each step of n rows.
+"""The simulated server: the real engine core on a virtual clock, charged t(n) for each step of n rows, or t(n, c).
 
 Not here: sockets and threads (``paceline.server``), clients (``client``), and the methods that are compared.
 """
@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from paceline.bench.clock import VirtualClock
+from paceline.bench.costs import ServerCost
 from paceline.bench.playback import Oracle
 from paceline.bench.stats import Lane, Span
 from paceline.bench.target import RecordedTarget
@@ -23,7 +24,6 @@ from paceline.shared.messages import (
     Limits,
     Open,
     ServerMessage,
-    StepTime,
     Welcome,
 )
 
@@ -43,11 +43,11 @@ class SimulatedServer:
     """Steps as long as there is something to do, like the engine thread, without a thread."""
 
     def __init__(
-        self, clock: VirtualClock, target: RecordedTarget, step_time: StepTime, settings: EngineSettings
+        self, clock: VirtualClock, target: RecordedTarget, cost: ServerCost, settings: EngineSettings
     ) -> None:
         self._clock = clock
         self._target = target
-        self._step_time = step_time
+        self._cost = cost
         self.engine = Engine(target, settings)
         self._connections: dict[int, Connection] = {}
         self._is_stepping = False
@@ -98,7 +98,7 @@ class SimulatedServer:
         elif plan is not None:
             self._is_stepping = True
             self._wake_at = None
-            seconds = self._step_time.at(plan.batch.num_rows)
+            seconds = self._cost.at(plan.batch.num_rows, sum(part.base_len for part in plan.parts))
             self.busy_s += seconds
             self._clock.after(seconds, lambda: self._finish(plan))
 
