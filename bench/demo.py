@@ -16,7 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.bench.processes import ServerProcess, divide_cores, pin
-from paceline.client.api import Client, CompletionStream
+from paceline.client.api import Client
+from paceline.client.completion import CompletionStream
 from paceline.client.result import Completion
 from paceline.client.settings import make_settings
 from paceline.models.catalogue import EMBEDDED, find_bundle, find_target

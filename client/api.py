@@ -12,8 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import TracebackType
@@ -24,22 +23,25 @@ from numpy.typing import NDArray
 
 from paceline.client.address import parse_addresses
 from paceline.client.bundles import find_local_bundle, find_tokenizer, pull_bundle
+from paceline.client.completion import CompletionStream
 from paceline.client.drafting.acceptance import Acceptance
 from paceline.client.drafting.choice import AUTO, KNOWN, SSM, Bundle, choose_drafters, named_bundle
 from paceline.client.drafting.controller import Controller
 from paceline.client.drafting.drafter import Drafter
 from paceline.client.drafting.policy import BestFirstPolicy, Policy, StaticPolicy
-from paceline.client.events import Finished, Tokens
-from paceline.client.result import Chunk, Completion, Piece, Stats
+from paceline.client.history import History
+from paceline.client.memory import Memory
+from paceline.client.result import Completion
 from paceline.client.session import ClientSession, Task
 from paceline.client.settings import ClientSettings, make_settings
 from paceline.client.stream import GenerationStream
 from paceline.client.text import ChatMessage, TextCodec
+from paceline.client.trace import Trace
 from paceline.client.transport import Uplink
 from paceline.client.verifier import pick_verifier
 from paceline.shared.detokenize import TextStream
 from paceline.shared.errors import BundleError, ContextError, LinkError, ModelError, ParameterError
-from paceline.shared.messages import PROTOCOL_VERSION, FinishReason, Hello, TokenLogprobs, Welcome
+from paceline.shared.messages import PROTOCOL_VERSION, Hello, Welcome
 from paceline.shared.sampling import SEED_BITS, SamplingParams, Verifier
 
 _LOG = logging.getLogger("paceline.client")
@@ -70,6 +72,7 @@ class Client:
         self._uplink: Uplink | None = None
         self._text: TextCodec | None = None
         self._drafters: tuple[Drafter, ...] = ()
+        self._memory: Memory | None = None
         self._acceptance: dict[Verifier, Acceptance] = {}
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="paceline-draft")
 
@@ -98,7 +101,8 @@ class Client:
         if self._uplink is not None:
             await self._uplink.close()
             self._uplink = None
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._memory = None
+        self._pool.shutdown(wait=True)  # what is to be remembered is written before
         for drafter in self._drafters:
             drafter.close()
         self._drafters = ()
@@ -137,6 +141,8 @@ class Client:
                 bundle = await self._pull(welcome)
         self._text = await loop.run_in_executor(self._pool, self._load_text, welcome, bundle)
         self._drafters = await loop.run_in_executor(self._pool, self._load_drafters, welcome, bundle)
+        if self.settings.remember:
+            self._memory = await loop.run_in_executor(self._pool, self._load_memory, welcome)
 
     async def _pull(self, welcome: Welcome) -> Bundle | None:
         address = self._link_of().link.address
@@ -167,6 +173,19 @@ class Client:
             _LOG.warning("going on without a draft model: %s", error)
             return choose_drafters(AUTO, welcome, lambda: None, None)
 
+    def _load_memory(self, welcome: Welcome) -> Memory | None:
+        tokenizer = welcome.tokenizer or (self._text.hash if self._text is not None else "")
+        if not tokenizer:
+            _LOG.warning("nothing is remembered: %s does not say which tokenizer its ids belong to", welcome.model)
+            return None
+        servers = [address.base for address in self._addresses]
+        history = History(tokenizer, servers, self.settings.remember_tokens)
+        return Memory(history, welcome.vocab_size, self._drafters)
+
+    def _remember(self, tokens: NDArray[np.int32]) -> None:
+        if self._memory is not None:
+            self._pool.submit(self._memory.add, tokens)
+
     def encode(self, prompt: Prompt) -> NDArray[np.int32]:
         """int32 ids of a prompt. Raises ``ParameterError`` if it is empty, ``ContextError`` if it is too long."""
         if isinstance(prompt, str):
@@ -189,8 +208,9 @@ class Client:
         *,
         verifier: Verifier | str | None = None,
         choice: int = 0,
+        trace: Trace | None = None,
     ) -> CompletionStream:
-        """Start one generation as soon as it is iterated.
+        """Start one generation as soon as it is iterated. trace: gets what the generation does, and when.
 
         Raises ``ParameterError`` for what cannot be asked, ``ContextError`` for a prompt that leaves no room.
         """
@@ -206,9 +226,9 @@ class Client:
         session = ClientSession(
             0, task, welcome, self._drafters, policy=policy, acceptance=acceptance, controller=controller
         )
-        generation = GenerationStream(session, uplink, self._drafters, self._pool)
+        generation = GenerationStream(session, uplink, self._drafters, self._pool, trace=trace)
         decoder = None if self._text is None else TextStream.of(self._text.decode, wanted, welcome.eos_ids)
-        return CompletionStream(generation, decoder)
+        return CompletionStream(generation, decoder, self._remember)
 
     async def complete(
         self, prompt: Prompt, sampling: SamplingParams | None = None, *, verifier: Verifier | str | None = None
@@ -218,95 +238,3 @@ class Client:
         async for _ in stream:
             pass
         return stream.completion
-
-
-class CompletionStream:
-    """An answer on its way: iterate it once for its chunks; ``completion`` afterwards. Leaving early cancels it."""
-
-    def __init__(self, generation: GenerationStream, decoder: TextStream | None) -> None:
-        self._generation = generation
-        self._decoder = decoder
-        self._texts: list[str] = []
-        self._ids: list[int] = []
-        self._drafted: list[bool] = []
-        self._logprobs: list[TokenLogprobs] = []
-        self._started_at = self._first_at = self._ended_at = 0.0
-
-    def __aiter__(self) -> AsyncIterator[Chunk]:
-        return self.chunks()
-
-    async def chunks(self) -> AsyncGenerator[Chunk, None]:
-        """The chunks. Raises what the server or the link reported."""
-        self._started_at = self._ended_at = time.perf_counter()
-        events = self._generation.run()
-        try:
-            held: Chunk | None = None
-            async for event in events:
-                if isinstance(event, Tokens):
-                    if held is not None:
-                        yield held
-                    self._first_at = self._first_at or time.perf_counter()
-                    held = self._chunk(event)
-                    if self._generation.session.finish is None:
-                        yield held
-                        held = None
-                elif isinstance(event, Finished):
-                    yield self._last_chunk(held, event.reason)
-                    held = None
-        finally:
-            self._ended_at = time.perf_counter()
-            await events.aclose()
-
-    def _chunk(self, event: Tokens) -> Chunk:
-        ids = tuple(event.token_ids.tolist())
-        drafted = tuple(bool(flag) for flag in event.drafted)
-        pieces = tuple(Piece(self._push(token), flag) for token, flag in zip(ids, drafted, strict=True))
-        text = "".join(piece.text for piece in pieces)
-        self._texts.append(text)
-        self._ids += ids
-        self._drafted += drafted
-        self._logprobs += event.logprobs
-        return Chunk(text, ids, drafted, pieces, event.logprobs)
-
-    def _push(self, token: int) -> str:
-        return "" if self._decoder is None else self._decoder.push((token,))[0]
-
-    def _last_chunk(self, held: Chunk | None, reason: FinishReason) -> Chunk:
-        tail = "" if self._decoder is None else self._decoder.finish()
-        self._texts.append(tail)
-        if held is None:
-            return Chunk(tail, (), (), (Piece(tail, drafted=False),), (), reason)
-        pieces = (*held.pieces, Piece(tail, drafted=False)) if tail else held.pieces
-        return replace(held, text=held.text + tail, pieces=pieces, finish_reason=reason)
-
-    @property
-    def stats(self) -> Stats:
-        """Figures so far."""
-        generation = self._generation
-        counts = generation.session.stats
-        return Stats(
-            verify_steps=counts.verify_steps,
-            tokens_per_step=len(self._ids) / counts.verify_steps if counts.verify_steps else 0.0,
-            drafted=counts.drafted,
-            accepted=counts.accepted,
-            bytes_up=generation.bytes_up,
-            bytes_down=generation.bytes_down,
-            ttft_s=self._first_at - self._started_at if self._first_at else 0.0,
-            total_s=self._ended_at - self._started_at,
-            rtt_s=generation.rtt_s,
-        )
-
-    @property
-    def completion(self) -> Completion:
-        """The answer, whole or as far as it came."""
-        session = self._generation.session
-        return Completion(
-            text="".join(self._texts),
-            prompt_tokens=tuple(session.task.prompt.tolist()),
-            token_ids=tuple(self._ids),
-            finish_reason=session.finish or FinishReason.CANCELLED,
-            stats=self.stats,
-            drafted=tuple(self._drafted),
-            logprobs=tuple(self._logprobs),
-            explanation=session.controller.explain(),
-        )

@@ -16,8 +16,11 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from paceline.client.api import Client, CompletionStream, Prompt
+from paceline.client.api import Client, Prompt
+from paceline.client.completion import CompletionStream
 from paceline.client.console import describe, write, write_note, write_pieces
+from paceline.client.history import forget as forget_histories
+from paceline.client.history import history_folder
 from paceline.client.result import Completion
 from paceline.client.settings import ClientSettings, make_settings
 from paceline.client.verifier import pick_verifier
@@ -33,6 +36,7 @@ def _app(help_text: str) -> typer.Typer:
 
 complete_app = _app("One completion, streamed.")
 chat_app = _app("A conversation in the terminal.")
+forget_app = _app("Delete what --remember kept.")
 
 Server = Annotated[str, typer.Option(envvar="PACELINE_SERVER", help="Server URL; several, separated by commas.")]
 ApiKey = Annotated[str | None, typer.Option(envvar="PACELINE_API_KEY", help="Key that the server asks for.")]
@@ -52,6 +56,14 @@ Tokenizer = Annotated[
 ]
 Threads = Annotated[
     int | None, typer.Option("--draft-threads", envvar="PACELINE_DRAFT_THREADS", help="For the draft model.")
+]
+Remember = Annotated[
+    bool,
+    typer.Option(
+        "--remember",
+        envvar="PACELINE_REMEMBER",
+        help="Keep conversations on this machine, to draft from in later ones; `paceline forget` deletes them.",
+    ),
 ]
 Explain = Annotated[
     bool, typer.Option("--explain", envvar="PACELINE_EXPLAIN", help="Say what speculation chose, and why.")
@@ -96,6 +108,7 @@ def complete(
     as_json: Annotated[bool, typer.Option("--json", envvar="PACELINE_JSON", help="Print one JSON object.")] = False,
     tokenizer: Tokenizer = None,
     draft_threads: Threads = None,
+    remember: Remember = False,
     explain: Explain = False,
     verbose: Verbose = False,
 ) -> None:
@@ -107,7 +120,12 @@ def complete(
     if not prompt:
         raise ParameterError("prompt", "expected a prompt of at least one token, got an empty one")
     settings = make_settings(
-        server=server, api_key=api_key, drafter=drafter, tokenizer=tokenizer, draft_threads=draft_threads
+        server=server,
+        api_key=api_key,
+        drafter=drafter,
+        tokenizer=tokenizer,
+        draft_threads=draft_threads,
+        remember=remember,
     )
     asked: Prompt = [{"role": "user", "content": prompt}] if chat else prompt
 
@@ -163,6 +181,7 @@ def chat(
     drafter: DrafterName = "auto",
     tokenizer: Tokenizer = None,
     draft_threads: Threads = None,
+    remember: Remember = False,
     system: Annotated[str | None, typer.Option(envvar="PACELINE_SYSTEM", help="System message.")] = None,
     verbose: Verbose = False,
 ) -> None:
@@ -172,7 +191,12 @@ def chat(
     )
     pick_verifier(verify, sampling)
     settings = make_settings(
-        server=server, api_key=api_key, drafter=drafter, tokenizer=tokenizer, draft_threads=draft_threads
+        server=server,
+        api_key=api_key,
+        drafter=drafter,
+        tokenizer=tokenizer,
+        draft_threads=draft_threads,
+        remember=remember,
     )
     _run(_converse(settings, sampling, verify, system), verbose)
 
@@ -208,3 +232,13 @@ def _read_line() -> str:
         return sys.stdin.readline().strip()
     except (EOFError, KeyboardInterrupt):
         return ""
+
+
+@forget_app.command()
+def forget() -> None:
+    """Delete every conversation that --remember kept on this machine."""
+    try:
+        count = forget_histories()
+    except OSError as error:
+        raise PacelineError(f"cannot delete what is in {history_folder()}: {error}") from error
+    write_note(f"deleted the conversations of {count} {'server' if count == 1 else 'servers'}")

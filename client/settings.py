@@ -21,6 +21,7 @@ class ClientSettings(BaseSettings):
     server: one URL, or several separated by commas. drafter: see ``drafting.choice``. tokenizer: a folder or
     tokenizer.json, where no draft bundle brings one. draft_threads: None chooses. expansion: widths of a static tree
     instead of the dynamic one. always_draft: never switch speculation off. pull: fetch a missing bundle.
+    remember: keep conversations on this machine for the n-gram drafter, at most remember_tokens of them (``history``).
     """
 
     model_config = SettingsConfigDict(env_prefix="PACELINE_", frozen=True, extra="forbid", env_ignore_empty=True)
@@ -33,6 +34,8 @@ class ClientSettings(BaseSettings):
     expansion: tuple[int, ...] = ()
     always_draft: bool = False
     pull: bool = True
+    remember: bool = False
+    remember_tokens: int = Field(250_000, ge=1_000, le=4_000_000)
     connect_timeout: float = Field(10.0, gt=0)
     ping_interval: float = Field(5.0, gt=0)
     ping_timeout: float = Field(60.0, gt=0)

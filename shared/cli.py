@@ -17,6 +17,7 @@ SUMMARIES = {
     "serve": ("server", "serve a target model to clients that draft"),
     "complete": ("client", "one completion, streamed"),
     "chat": ("client", "a conversation in the terminal"),
+    "forget": ("client", "delete the conversations that --remember kept"),
     "gateway": ("client", "a local OpenAI-compatible endpoint that drafts here"),
     "desktop": ("desktop", "the window"),
     "bench": ("demo", "measure a pair, simulated or real"),

@@ -1,25 +1,32 @@
 """Prompt lookup: what followed the last time these words stood here?
 
 The text so far (prompt and output) is indexed by its n-grams; the longest one that ends a node's path and occurred
-before names what followed it, most recent first. Costs a few dictionary look-ups per token and node, so it runs
-anywhere. Its guesses are point masses with a confidence that grows with the length of the match; ``acceptance`` learns
-what it is worth on the present text.
+before names what followed it, most recent first. Earlier conversations are looked up too, for who opted in: the longer
+match wins, and the present text on a tie. Costs a few look-ups per token and node, so it runs anywhere. Its guesses are
+point masses with a confidence that grows with the length of the match; ``acceptance`` learns what it is worth on the
+present text.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from paceline.client.drafting.drafter import ANCHOR_KEY, NO_LOGPROB, Candidates, DraftRequest, DraftSequence
+from paceline.client.drafting.followers import (
+    CONFIDENCE,
+    MAX_OCCURRENCES,
+    NO_MATCH,
+    Context,
+    Guesses,
+    Match,
+    rank_followers,
+)
+from paceline.client.drafting.history_index import HistoryIndex
 
-_ORDERS = (2, 3, 4, 6, 9)
-_CONFIDENCE = {2: 0.25, 3: 0.45, 4: 0.6, 6: 0.75, 9: 0.85}
+_ORDERS = tuple(sorted(CONFIDENCE))
 _LONGEST = _ORDERS[-1]
-_MAX_GUESSES = 3
-_MAX_OCCURRENCES = 6
-_RECENCY = 0.7
-
-Context = tuple[int, ...]
 
 
 class NGramIndex:
@@ -47,51 +54,46 @@ class NGramIndex:
         """The end of the text, as long as any order needs it."""
         return tuple(self.tokens[-_LONGEST:])
 
-    def guesses(self, context: Context) -> list[tuple[int, float]]:
-        """(token, confidence) of what may follow ``context``, best first; empty if its end never occurred."""
+    def find(self, context: Context) -> Match:
+        """The longest known end of ``context`` and what may follow it."""
         for order in reversed(_ORDERS):
             if len(context) < order:
                 continue
             place = self._latest.get(context[len(context) - order :], -1)
             if place >= 0:
-                return self._weigh(order, place)
-        return []
+                return Match(order, rank_followers(self._followers(order, place), order))
+        return NO_MATCH
 
-    def _weigh(self, order: int, place: int) -> list[tuple[int, float]]:
-        weights: dict[int, float] = {}
-        weight, total = 1.0, 0.0
-        for _ in range(_MAX_OCCURRENCES):
-            token = self.tokens[place]
-            weights[token] = weights.get(token, 0.0) + weight
-            total += weight
-            weight *= _RECENCY
-            place = self._earlier[order][place]
+    def _followers(self, order: int, place: int) -> Iterator[int]:
+        for _ in range(MAX_OCCURRENCES):
             if place < 0:
-                break
-        ranked = sorted(weights.items(), key=lambda item: -item[1])[:_MAX_GUESSES]
-        return [(token, _CONFIDENCE[order] * share / total) for token, share in ranked]
+                return
+            yield self.tokens[place]
+            place = self._earlier[order][place]
 
 
 class NGramDrafter:
-    """Prompt-lookup drafting. No model, no memory between generations."""
+    """Prompt-lookup drafting. No model, no memory between generations but what ``earlier`` was given."""
 
     def __init__(self, *, name: str = "ngram", max_context: int = 1 << 20) -> None:
         self.name = name
         self.is_instant = True
         self.max_context = max_context
         self.chunk_len = 512
+        self.earlier: HistoryIndex | None = None
 
     def start(self) -> DraftSequence:
-        return NGramSequence()
+        return NGramSequence(self)
 
     def close(self) -> None:
-        """Nothing to free."""
+        self.earlier = None
 
 
 class NGramSequence:
     """The index of one generation, and the end of the path of every node that was asked about."""
 
-    def __init__(self) -> None:
+    def __init__(self, drafter: NGramDrafter) -> None:
+        self._drafter = drafter
         self._index = NGramIndex()
         self._contexts: dict[int, Context] = {}
 
@@ -101,20 +103,27 @@ class NGramSequence:
         if len(self._contexts) > 2 * len(request.alive_keys) + 64:
             alive = set(request.alive_keys.tolist())
             self._contexts = {key: context for key, context in self._contexts.items() if key in alive}
-        rows = [self._index.guesses(self._index.tail())] if request.wants_anchor else []
+        rows = [self._guesses(self._index.tail())] if request.wants_anchor else []
         nodes = zip(request.keys.tolist(), request.tokens.tolist(), request.parent_keys.tolist(), strict=True)
         for key, token, parent_key in nodes:
             above = self._index.tail() if parent_key == ANCHOR_KEY else self._contexts[parent_key]
             context = (*above, token)[-_LONGEST:]
             self._contexts[key] = context
-            rows.append(self._index.guesses(context))
+            rows.append(self._guesses(context))
         return _table(rows)
+
+    def _guesses(self, context: Context) -> Guesses:
+        here = self._index.find(context)
+        earlier = self._drafter.earlier
+        if earlier is None or here.order == _LONGEST:
+            return here.guesses
+        return earlier.find(context, longer_than=here.order).guesses or here.guesses
 
     def close(self) -> None:
         self._contexts.clear()
 
 
-def _table(rows: list[list[tuple[int, float]]]) -> Candidates:
+def _table(rows: list[Guesses]) -> Candidates:
     width = max((len(row) for row in rows), default=0)
     token_ids = np.zeros((len(rows), width), np.int32)
     logprobs = np.full((len(rows), width), NO_LOGPROB, np.float32)

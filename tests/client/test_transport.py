@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from http import HTTPStatus
 
 import pytest
@@ -11,6 +12,7 @@ from websockets.exceptions import ConnectionClosed
 
 from paceline.client.address import ServerAddress, parse_address, parse_addresses
 from paceline.client.api import Client
+from paceline.client.history import forget
 from paceline.client.settings import make_settings
 from paceline.server.engine import Engine, EngineSettings
 from paceline.server.plan import StepPlan
@@ -295,3 +297,70 @@ def test_text_that_is_no_address_is_refused(text):
 def test_loopback_is_known():
     assert ServerAddress("http://[::1]:1").is_loopback
     assert not ServerAddress("http://example.org").is_loopback
+
+
+async def remembering(server, **settings):
+    """One generation by a client of its own: its ids, and how many earlier tokens its drafter knew."""
+    server.welcome = replace(server.welcome, tokenizer="of-the-script")
+    async with client(server.url, **settings) as one:
+        earlier = one._drafters[0].earlier
+        return await ids_of(one), 0 if earlier is None else earlier.num_tokens
+
+
+async def test_client_keeps_and_reads_no_conversation_unless_asked_to(monkeypatch, tmp_path):
+    monkeypatch.setenv("PACELINE_CACHE_DIR", str(tmp_path))
+    async with ScriptedServer() as server:
+        await remembering(server)
+        assert not (tmp_path / "history").exists()
+        await remembering(server, remember=True)
+        kept = {path.name: path.read_bytes() for path in (tmp_path / "history").iterdir()}
+        assert len(kept) == 2, "the history and its lock"
+        assert await remembering(server) == (server.target.greedy(PROMPT, 40), 0)
+        assert {path.name: path.read_bytes() for path in (tmp_path / "history").iterdir()} == kept
+
+
+async def test_remembered_conversation_is_known_to_the_next_client_and_changes_no_token(monkeypatch, tmp_path):
+    monkeypatch.setenv("PACELINE_CACHE_DIR", str(tmp_path))
+    async with ScriptedServer() as server, ScriptedServer() as another:
+        expected = server.target.greedy(PROMPT, 40)
+        assert await remembering(server, remember=True) == (expected, 0)
+        assert await remembering(server, remember=True) == (expected, len(PROMPT) + 40)
+        assert await remembering(another, remember=True) == (expected, 0), (
+            "nothing goes to a server that did not see it"
+        )
+        assert forget() == 2
+        assert await remembering(server, remember=True) == (expected, 0)
+
+
+async def test_conversation_is_known_to_the_same_client_at_once(monkeypatch, tmp_path):
+    monkeypatch.setenv("PACELINE_CACHE_DIR", str(tmp_path))
+    async with ScriptedServer() as server:
+        server.welcome = replace(server.welcome, tokenizer="of-the-script")
+        async with client(server.url, remember=True) as one:
+            for length in (20, 30):
+                await ids_of(one, max_tokens=length)
+                await asyncio.wrap_future(one._pool.submit(int))
+                assert one._drafters[0].earlier.num_tokens == len(PROMPT) + length
+
+
+async def test_folder_that_cannot_be_written_costs_a_warning_and_no_answer(monkeypatch, tmp_path, caplog):
+    (tmp_path / "history").write_text("in the way")
+    monkeypatch.setenv("PACELINE_CACHE_DIR", str(tmp_path))
+    async with ScriptedServer() as server:
+        ids, _ = await remembering(server, remember=True)
+        assert ids == server.target.greedy(PROMPT, 40)
+    assert "not remembered" in caplog.text
+
+
+async def test_ids_of_an_unknown_tokenizer_are_not_remembered(monkeypatch, tmp_path, caplog):
+    monkeypatch.setenv("PACELINE_CACHE_DIR", str(tmp_path))
+    async with ScriptedServer() as server, client(server.url, remember=True) as one:
+        await ids_of(one)
+    assert "nothing is remembered" in caplog.text
+    assert not (tmp_path / "history").exists()
+
+
+def test_remembering_is_off_by_default_and_has_an_environment_twin(monkeypatch):
+    assert make_settings().remember is False
+    monkeypatch.setenv("PACELINE_REMEMBER", "1")
+    assert make_settings().remember is True
