@@ -5,11 +5,18 @@ Not here: what the calls cost (``costs``), the target's side (``target``).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.bench.recording import Recording, Rows
 from paceline.client.drafting.drafter import ANCHOR_KEY, Candidates, DraftRequest
+from paceline.shared.tree import ANCHOR
+
+if TYPE_CHECKING:
+    from paceline.bench.baselines.shapes import Draft
 
 OFF_PATH = -1
 
@@ -35,6 +42,19 @@ class Oracle:
         if not len(off_path):
             return on_path, (position * 31 + token * 7) % len(on_path)
         return off_path, (position * 1_000_003 + token * 7_919) % len(off_path)
+
+    def below(self, draft: Draft, level: Sequence[int], width: int) -> list[list[tuple[int, float]]]:
+        """The drafter's first candidates below each node of a level (or the anchor), with their summed scores."""
+        return [self._children(draft, node, width) for node in level]
+
+    def _children(self, draft: Draft, node: int, width: int) -> list[tuple[int, float]]:
+        place = draft.place if node == ANCHOR else draft.places[node]
+        token = 0 if node == ANCHOR else draft.tokens[node]
+        above = 0.0 if node == ANCHOR else draft.scores[node]
+        position = draft.place + (0 if node == ANCHOR else draft.depth(node))
+        rows, index = self.row(place, token, position)
+        ids, logprobs = rows.token_ids[index, :width].tolist(), rows.logprobs[index, :width].tolist()
+        return [(token, above + logprob) for token, logprob in zip(ids, logprobs, strict=True) if logprob > -1e30]
 
 
 class PlaybackSequence:

@@ -15,10 +15,13 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Executor
 
-from paceline.client.drafting.drafter import Candidates, Drafter, DraftRequest, DraftSequence
+import numpy as np
+
+from paceline.client.drafting.drafter import ANCHOR_KEY, Candidates, Drafter, DraftRequest, DraftSequence
 from paceline.client.events import Event, Failed, Finished
 from paceline.client.link import Link, Received
 from paceline.client.session import ClientSession
+from paceline.client.trace import Arrived, DraftCall, Sent, Trace
 from paceline.client.transport import Uplink
 from paceline.shared.errors import PacelineError
 from paceline.shared.wire import encode
@@ -41,6 +44,7 @@ class GenerationStream:
         pool: Executor,
         *,
         clock: Clock = time.perf_counter,
+        trace: Trace | None = None,
     ) -> None:
         self.session = session
         self.bytes_up = 0
@@ -51,6 +55,7 @@ class GenerationStream:
         self._sequences: list[DraftSequence] = []
         self._pool = pool
         self._clock = clock
+        self._trace = trace
         self._inbox: asyncio.Queue[Callable[[], list[Event]]] = asyncio.Queue()
         self._is_linked = True
         self._calls: set[asyncio.Future[Candidates]] = set()
@@ -60,6 +65,9 @@ class GenerationStream:
     def on_message(self, received: Received) -> None:
         self.bytes_down += received.num_bytes
         self._observe_rtt(received.rtt_s)
+        if self._trace is not None:
+            arrived = Arrived(self._clock(), received.message, received.num_bytes, received.rtt_s)
+            self._trace.arrived.append(arrived)
         self._inbox.put_nowait(lambda: self.session.receive(received.message, self._clock()))
 
     def _observe_rtt(self, rtt_s: float) -> None:
@@ -137,6 +145,7 @@ class GenerationStream:
 
     def _call(self, number: int, request: DraftRequest) -> None:
         self._flush()
+        asked_at = self._clock()
         future = asyncio.get_running_loop().run_in_executor(self._pool, self._sequences[number].expand, request)
         self._calls.add(future)
 
@@ -144,6 +153,10 @@ class GenerationStream:
             self._calls.discard(finished)
             if not finished.cancelled():
                 answered_at = self._clock()
+                if self._trace is not None:
+                    num_fresh = int(np.count_nonzero(request.path_keys == ANCHOR_KEY))
+                    call = DraftCall(number, num_fresh + len(request.keys), asked_at, answered_at)
+                    self._trace.calls.append(call)
                 self._inbox.put_nowait(lambda: self._drafted(number, request, finished, answered_at))
 
         future.add_done_callback(done)
@@ -165,6 +178,8 @@ class GenerationStream:
             data = encode(message)
             if self._is_linked:
                 self.bytes_up += len(data)
+                if self._trace is not None:
+                    self._trace.sent.append(Sent(self._clock(), message, len(data)))
                 self._uplink.post(data)
 
     async def _stop(self) -> None:

@@ -4,7 +4,10 @@
     Expansion   the static tree <k1,...,km>: SpecInfer section 3 (arXiv 2305.09781)
     BestFirst   level by level the likeliest nodes, within a budget: SpecEdge (arXiv 2505.17052), after SpecExec
 
-Not here: when trees are sent and verified (``waiting``, ``proactive``).
+A shape grows over a *source* of candidates: a recording (``paceline.bench.playback``) or a draft model
+(``model_source``).
+
+Not here: when trees are sent and verified (``waiting``, ``real_waiting``).
 """
 
 from __future__ import annotations
@@ -37,12 +40,12 @@ class Draft:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def add(self, oracle: Oracle, parent: int, token: int, score: float) -> int:
+    def add(self, source: Source, parent: int, token: int, score: float) -> int:
         """One more node; returns its index."""
         above = self.place if parent == ANCHOR else self.places[parent]
         self.tokens.append(token)
         self.parents.append(parent)
-        self.places.append(oracle.step(above, token))
+        self.places.append(source.step(above, token))
         self.scores.append(score)
         return len(self.tokens) - 1
 
@@ -74,15 +77,18 @@ class Draft:
         return path
 
 
-def children(oracle: Oracle, draft: Draft, node: int, width: int) -> list[tuple[int, float]]:
-    """The drafter's first candidates below a node (or the anchor), with their scores."""
-    place = draft.place if node == ANCHOR else draft.places[node]
-    token = 0 if node == ANCHOR else draft.tokens[node]
-    above = 0.0 if node == ANCHOR else draft.scores[node]
-    position = draft.place + (0 if node == ANCHOR else draft.depth(node))
-    rows, index = oracle.row(place, token, position)
-    ids, logprobs = rows.token_ids[index, :width].tolist(), rows.logprobs[index, :width].tolist()
-    return [(token, above + logprob) for token, logprob in zip(ids, logprobs, strict=True) if logprob > -1e30]
+class Source(Protocol):
+    """Where candidates come from."""
+
+    def step(self, place: int, token: int) -> int:
+        """The place behind ``token`` at ``place``, ``OFF_PATH`` if it is wrong there or nobody knows."""
+        ...
+
+    def below(self, draft: Draft, level: Sequence[int], width: int) -> list[list[tuple[int, float]]]:
+        """For each node of a level (or the anchor): its first candidates and their summed log-probabilities, in one
+        call of the draft model.
+        """
+        ...
 
 
 class Shape(Protocol):
@@ -91,7 +97,7 @@ class Shape(Protocol):
     @property
     def name(self) -> str: ...
 
-    def grow(self, oracle: Oracle, place: int, max_depth: int) -> Draft:
+    def grow(self, source: Source, place: int, max_depth: int) -> Draft:
         """The whole tree. max_depth: tokens that the output may still have after the bonus token."""
         ...
 
@@ -107,9 +113,9 @@ class Chain:
         """For reports."""
         return f"chain-{self.length}"
 
-    def grow(self, oracle: Oracle, place: int, max_depth: int) -> Draft:
+    def grow(self, source: Source, place: int, max_depth: int) -> Draft:
         """See ``Shape.grow``."""
-        return Expansion((1,) * self.length).grow(oracle, place, max_depth)
+        return Expansion((1,) * self.length).grow(source, place, max_depth)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,16 +129,17 @@ class Expansion:
         """For reports."""
         return f"<{','.join(str(width) for width in self.widths)}>"
 
-    def grow(self, oracle: Oracle, place: int, max_depth: int) -> Draft:
+    def grow(self, source: Source, place: int, max_depth: int) -> Draft:
         """See ``Shape.grow``."""
         draft = Draft(place)
         level = [ANCHOR]
         for width in list(self.widths)[:max_depth]:
             draft.calls.append(len(level))
+            found = source.below(draft, level, width)
             level = [
-                draft.add(oracle, node, token, score)
-                for node in level
-                for token, score in children(oracle, draft, node, width)
+                draft.add(source, node, token, score)
+                for node, options in zip(level, found, strict=True)
+                for token, score in options
             ]
         return draft
 
@@ -151,7 +158,7 @@ class BestFirst:
         """For reports."""
         return f"best-{self.budget}x{self.depth}"
 
-    def grow(self, oracle: Oracle, place: int, max_depth: int) -> Draft:
+    def grow(self, source: Source, place: int, max_depth: int) -> Draft:
         """See ``Shape.grow``."""
         draft = Draft(place)
         level = [ANCHOR]
@@ -159,15 +166,16 @@ class BestFirst:
             if not level:
                 break
             draft.calls.append(len(level))
+            found = source.below(draft, level, self.width)
             fresh = [
-                draft.add(oracle, node, token, score)
-                for node in level
-                for token, score in children(oracle, draft, node, self.width)
+                draft.add(source, node, token, score)
+                for node, options in zip(level, found, strict=True)
+                for token, score in options
             ]
             floor = self._floor(draft)
             likeliest = sorted(fresh, key=lambda node: -draft.scores[node])[: self.beams]
             level = [node for node in likeliest if draft.scores[node] >= floor]
-        return self._pruned(draft, oracle)
+        return self._pruned(draft, source)
 
     def _floor(self, draft: Draft) -> float:
         """A node below this score cannot be among the ``budget`` likeliest."""
@@ -175,7 +183,7 @@ class BestFirst:
             return -np.inf
         return sorted(draft.scores, reverse=True)[self.budget - 1]
 
-    def _pruned(self, draft: Draft, oracle: Oracle) -> Draft:
+    def _pruned(self, draft: Draft, source: Source) -> Draft:
         """Scores fall along a path, so the likeliest nodes always have their parents."""
         order = sorted(range(len(draft)), key=lambda node: (-draft.scores[node], node))[: self.budget]
         kept = Draft(draft.place, calls=draft.calls)
@@ -183,5 +191,5 @@ class BestFirst:
         for node in sorted(order):
             parent = renumbered.get(draft.parents[node])
             if parent is not None:
-                renumbered[node] = kept.add(oracle, parent, draft.tokens[node], draft.scores[node])
+                renumbered[node] = kept.add(source, parent, draft.tokens[node], draft.scores[node])
         return kept

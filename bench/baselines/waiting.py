@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
-from paceline.bench.baselines.shapes import Draft, Shape, children
+from paceline.bench.baselines.shapes import Draft, Shape
 from paceline.bench.clock import VirtualClock
 from paceline.bench.costs import DraftTime
 from paceline.bench.frames import weight
@@ -23,7 +24,7 @@ from paceline.bench.link import LinkModel, Pipe
 from paceline.bench.playback import Oracle
 from paceline.bench.recording import Recording
 from paceline.bench.stats import Lane, Served, Span
-from paceline.shared.messages import Commit, FinishReason, Grow, Open, StepTime
+from paceline.shared.messages import Commit, FinishReason, Grow, Open
 from paceline.shared.sampling import SamplingParams, Verifier
 
 
@@ -35,10 +36,18 @@ class Job:
     done: Callable[[float], None]
 
 
+class StepCost(Protocol):
+    """What a step takes."""
+
+    def at(self, num_rows: int, /) -> float:
+        """Seconds for a step of so many packed rows."""
+        ...
+
+
 class VerifyServer:
     """Runs one step after another; a step takes every job that waits when it begins."""
 
-    def __init__(self, clock: VirtualClock, step_time: StepTime) -> None:
+    def __init__(self, clock: VirtualClock, step_time: StepCost) -> None:
         self._clock = clock
         self._step_time = step_time
         self._jobs: list[Job] = []
@@ -89,13 +98,16 @@ class WaitingClient:
         *,
         seed: int = 0,
         is_proactive: bool = False,
+        cached_len: int = 0,
         on_done: Callable[[], None] = lambda: None,
     ) -> None:
+        """cached_len: tokens of the prompt whose KV the server has already."""
         self._clock, self._server, self._shape, self._cost = clock, server, shape, cost
         self._oracle = Oracle(recording)
         self._prompt = recording.prompt
         self._up, self._down = Pipe(link, is_up=True, seed=seed), Pipe(link, is_up=False, seed=seed)
         self._is_proactive = is_proactive
+        self._cached_len = cached_len
         self._on_done = on_done
         self._place = 0
         self._first_id = 0
@@ -107,7 +119,7 @@ class WaitingClient:
         """Send the prompt. The first answer is the token after it, without any draft."""
         sampling = SamplingParams(max_tokens=len(self._oracle.output))
         size = weight(Open(0, self._prompt, sampling, Verifier.GREEDY), is_up=True)
-        self._send(size, len(self._prompt), [])
+        self._send(size, len(self._prompt) - self._cached_len, [])
 
     def _send(self, size: int, num_rows: int, accepted: list[int]) -> None:
         now = self._clock.now
@@ -183,7 +195,7 @@ class WaitingClient:
         """SpecEdge's one guess: the likeliest leaf and the likeliest token behind it."""
         leaves = sorted(set(range(len(draft))) - set(draft.parents), key=lambda node: -draft.scores[node])
         leaf = leaves[0]
-        options = children(self._oracle, draft, leaf, 1)
+        (options,) = self._oracle.below(draft, [leaf], 1)
         place = draft.place + draft.depth(leaf) + 1
         if not options or place >= len(self._oracle.output):
             return None
