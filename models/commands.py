@@ -1,6 +1,7 @@
 """`paceline models …` on the command line: what is here, the embedded pair, and transfers. Thin: parse, call, print.
 
-Not here: the commands that make drafts (`maker_commands`) and the one that measures them (`eval_command`).
+Not here: the commands that make drafts (`maker_commands`) and those that measure them (`eval_command`,
+`ensemble_command`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from paceline.models import eval_command, maker_commands
+from paceline.models import ensemble_command, eval_command, maker_commands
 from paceline.models.catalogue import EMBEDDED, bundle_folder, list_bundles, list_targets, target_folder
 from paceline.models.console import progress_console
 
@@ -31,6 +32,7 @@ app = typer.Typer(
 )
 maker_commands.register(app)
 eval_command.register(app)
+ensemble_command.register(app)
 WHEEL_BYTES = 92_871_040
 
 _BUILD_EXAMPLES = """

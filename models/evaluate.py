@@ -86,9 +86,8 @@ class TreeDrafter:
 def _keep_best(
     tokens: list[int], parents: list[int], scores: list[float], num_nodes: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The nodes of highest path probability; a parent always scores at least as high, so it is kept too."""
-    order = sorted(range(len(tokens)), key=lambda node: (-scores[node], node))[:num_nodes]
-    kept = sorted(order)
+    """The nodes of highest path probability, best first; a parent always scores at least as high, so it is ahead."""
+    kept = sorted(range(len(tokens)), key=lambda node: (-scores[node], node))[:num_nodes]
     place = {node: index for index, node in enumerate(kept)}
     return (
         np.array([tokens[node] for node in kept], np.int64),
