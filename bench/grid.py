@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from paceline.bench.costs import DraftTime, step_time_of
 from paceline.bench.link import LinkModel
-from paceline.bench.methods import METHODS, Cell, Outcome
+from paceline.bench.methods import METHODS, Cell, Outcome, find_method
 from paceline.bench.recording import Recording, RecordingSet
 from paceline.bench.stats import Row, row_of, with_speedups
 from paceline.bench.target import renumbered
@@ -61,9 +61,16 @@ def run_grid(grid: Grid, progress: Callable[[str], None] = lambda line: None) ->
             found = outcomes.setdefault((rtt_ms, step), {})
             for name in grid.methods:
                 progress(f"rtt {rtt_ms:g} ms, step {step}, {name}")
-                found[name] = METHODS[name](cell)
+                found[name] = _method(name)(cell)
                 rows.append(_row(name, found[name], cell, rtt_ms))
     return Results(with_speedups(rows), outcomes)
+
+
+def _method(name: str) -> Callable[[Cell], Outcome]:
+    found = find_method(name)
+    if found is None:
+        raise UsageError(f"expected a method, got {name!r}")
+    return found
 
 
 def _row(name: str, outcome: Outcome, cell: Cell, rtt_ms: float) -> Row:

@@ -206,12 +206,21 @@ METHODS: dict[str, Callable[[Cell], Outcome]] = {
 }
 
 
+def find_method(name: str) -> Callable[[Cell], Outcome] | None:
+    """A method by name: one of the above, or ``static-N`` or ``dynamic-N`` (``node_count``)."""
+    from paceline.bench.node_count import find_node_count_method  # which is made of what is defined here
+
+    return METHODS.get(name) or find_node_count_method(name)
+
+
 def method_names(text: str | None) -> tuple[str, ...]:
     """The methods of ``--methods``, server-alone always among them. Raises ``ParameterError`` that lists them."""
     if not text:
         return tuple(METHODS)
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
-        if name not in METHODS:
-            raise ParameterError("methods", f"expected methods among {', '.join(METHODS)}, got {name!r}")
-    return tuple(name for name in METHODS if name in names or name == "server-alone")
+        if find_method(name) is None:
+            known = ", ".join((*METHODS, "static-N", "dynamic-N"))
+            raise ParameterError("methods", f"expected methods among {known}, got {name!r}")
+    others = dict.fromkeys(name for name in names if name not in METHODS)
+    return (*(name for name in METHODS if name in names or name == "server-alone"), *others)
