@@ -78,7 +78,7 @@ class Client:
 
     async def __aenter__(self) -> Self:
         """Connect. Raises ``LinkError``, ``AuthError``, ``ModelError`` and the like."""
-        hello = Hello(PROTOCOL_VERSION, "paceline")
+        hello = Hello(PROTOCOL_VERSION, "paceline", padding=self.settings.padding)
         uplink = Uplink(
             self._addresses, hello, self._api_key, link_settings=self.settings.link, retry=self.settings.retry
         )

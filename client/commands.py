@@ -65,6 +65,12 @@ Remember = Annotated[
         help="Keep conversations on this machine, to draft from in later ones; `paceline forget` deletes them.",
     ),
 ]
+Padding = Annotated[
+    int, typer.Option(envvar="PACELINE_PADDING", help="Pad frames to N, 2N, 4N, ... bytes, both ways; 0 is off.")
+]
+Compression = Annotated[
+    bool, typer.Option("--compression", envvar="PACELINE_COMPRESSION", help="Compress frames where the server agrees.")
+]
 Explain = Annotated[
     bool, typer.Option("--explain", envvar="PACELINE_EXPLAIN", help="Say what speculation chose, and why.")
 ]
@@ -109,6 +115,8 @@ def complete(
     tokenizer: Tokenizer = None,
     draft_threads: Threads = None,
     remember: Remember = False,
+    padding: Padding = 0,
+    compression: Compression = False,
     explain: Explain = False,
     verbose: Verbose = False,
 ) -> None:
@@ -126,6 +134,8 @@ def complete(
         tokenizer=tokenizer,
         draft_threads=draft_threads,
         remember=remember,
+        padding=padding,
+        compression=compression,
     )
     asked: Prompt = [{"role": "user", "content": prompt}] if chat else prompt
 
@@ -182,6 +192,8 @@ def chat(
     tokenizer: Tokenizer = None,
     draft_threads: Threads = None,
     remember: Remember = False,
+    padding: Padding = 0,
+    compression: Compression = False,
     system: Annotated[str | None, typer.Option(envvar="PACELINE_SYSTEM", help="System message.")] = None,
     verbose: Verbose = False,
 ) -> None:
@@ -197,6 +209,8 @@ def chat(
         tokenizer=tokenizer,
         draft_threads=draft_threads,
         remember=remember,
+        padding=padding,
+        compression=compression,
     )
     _run(_converse(settings, sampling, verify, system), verbose)
 

@@ -30,6 +30,7 @@ from paceline.shared.messages import (
     ServerMessage,
     Welcome,
 )
+from paceline.shared.padding import MAX_UNIT
 from paceline.shared.wire import decode, encode
 
 
@@ -85,6 +86,11 @@ class Link:
         except ConnectionClosed as error:
             raise LinkError(f"expected {address.base} to greet, got a closed connection: {_reason(error)}") from error
         return cls(socket, address, welcome, rtt_s)
+
+    @property
+    def padding(self) -> int:
+        """The unit that frames are padded to on this connection, 0 for none."""
+        return self.welcome.padding
 
     @property
     def rtt_s(self) -> float:
@@ -168,7 +174,7 @@ def _said(response: Response) -> str:
 
 
 async def _greet(socket: ClientConnection, hello: Hello) -> Welcome:
-    await socket.send(encode(hello))
+    await socket.send(encode(hello, hello.padding))
     data = await socket.recv()
     if isinstance(data, str):
         raise WireError("expected a binary greeting, got text")
@@ -179,6 +185,8 @@ async def _greet(socket: ClientConnection, hello: Hello) -> Welcome:
         raise ProtocolError(f"expected welcome, got {type(message).__name__.lower()}")
     if message.protocol != PROTOCOL_VERSION:
         raise ProtocolError(f"expected protocol {PROTOCOL_VERSION}, got {message.protocol}: update the older side")
+    if not hello.padding <= message.padding <= MAX_UNIT:
+        raise ProtocolError(f"expected a padding of {hello.padding} to {MAX_UNIT} bytes, got {message.padding}")
     return message
 
 

@@ -13,6 +13,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from paceline.client.link import LinkSettings
 from paceline.client.transport import RetrySettings
 from paceline.shared.errors import ParameterError
+from paceline.shared.padding import MAX_UNIT
 
 
 class ClientSettings(BaseSettings):
@@ -21,6 +22,7 @@ class ClientSettings(BaseSettings):
     server: one URL, or several separated by commas. drafter: see ``drafting.choice``. tokenizer: a folder or
     tokenizer.json, where no draft bundle brings one. draft_threads: None chooses. expansion: widths of a static tree
     instead of the dynamic one. always_draft: never switch speculation off. pull: fetch a missing bundle.
+    padding: unit of the size classes of frames, both ways, 0 for none. compression: where the server takes it.
     remember: keep conversations on this machine for the n-gram drafter, at most remember_tokens of them (``history``).
     """
 
@@ -41,6 +43,7 @@ class ClientSettings(BaseSettings):
     ping_timeout: float = Field(60.0, gt=0)
     reconnect_timeout: float = Field(60.0, ge=0)
     compression: bool = False
+    padding: int = Field(0, ge=0, le=MAX_UNIT)
 
     @property
     def link(self) -> LinkSettings:
@@ -61,8 +64,12 @@ class ClientSettings(BaseSettings):
 def make_settings(**given: object) -> ClientSettings:
     """Settings from what was given (None counts as not given) and the environment. Raises ``ParameterError``."""
     try:
-        return ClientSettings(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
+        settings = ClientSettings(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(str(part) for part in first["loc"])
         raise ParameterError(name, f"{name}: {first['msg'].lower()}, got {first.get('input')!r}") from error
+    if settings.padding and settings.compression:
+        both = "expected --padding or --compression, got both: compression would take the zeros out again"
+        raise ParameterError("padding", both)
+    return settings

@@ -175,7 +175,7 @@ class GenerationStream:
 
     def _flush(self) -> None:
         for message in self.session.outgoing(self._clock()):
-            data = encode(message)
+            data = encode(message, self._uplink.padding)
             if self._is_linked:
                 self.bytes_up += len(data)
                 if self._trace is not None:

@@ -97,6 +97,11 @@ class Uplink:
         return self._link is not None
 
     @property
+    def padding(self) -> int:
+        """The unit that frames are padded to now, 0 for none."""
+        return 0 if self._link is None else self._link.padding
+
+    @property
     def welcome(self) -> Welcome:
         """What the server said about itself when it was last reached. Raises ``LinkError`` before ``start``."""
         if self._welcome is None:

@@ -60,6 +60,10 @@ def serve(
     stall_timeout: Annotated[float | None, _option("--stall-timeout", "not ready if a step takes longer [120]")] = None,
     ping_interval: Annotated[float | None, _option("--ping-interval", "seconds between websocket pings [20]")] = None,
     ping_timeout: Annotated[float | None, _option("--ping-timeout", "seconds a pong may take [90]")] = None,
+    padding: Annotated[
+        int | None, _option("--padding", "pad frames to N, 2N, 4N, ... bytes, so that sizes tell nothing [0: off]")
+    ] = None,
+    compression: Annotated[bool, _option("--compression", "compress frames for clients that offer it [off]")] = False,
     ssl_certfile: Annotated[str | None, _option("--ssl-certfile", "TLS certificate")] = None,
     ssl_keyfile: Annotated[str | None, _option("--ssl-keyfile", "TLS key")] = None,
 ) -> None:

@@ -216,7 +216,7 @@ async def run_server(settings: ServerSettings, state: ServerState, listener: soc
         ws_max_size=Limits().max_frame_bytes,
         ws_ping_interval=settings.ping_interval,
         ws_ping_timeout=settings.ping_timeout,
-        ws_per_message_deflate=False,
+        ws_per_message_deflate=settings.compression,
         h11_max_incomplete_event_size=64 << 10,
         timeout_graceful_shutdown=1,
         ssl_certfile=settings.ssl_certfile,

@@ -10,7 +10,7 @@ nothing after them can be trusted. Not here: sockets and deadlines (``stream``),
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from paceline.shared.errors import LimitError, ModelError, OpeningError, PacelineError, ProtocolError
@@ -28,6 +28,7 @@ from paceline.shared.messages import (
     ServerMessage,
     Welcome,
 )
+from paceline.shared.padding import MAX_UNIT
 from paceline.shared.wire import decode
 
 
@@ -52,7 +53,9 @@ class Reaction:
 class ServerSession:
     """See the module's text. ``welcome`` is asked for at the handshake, so that it carries fresh figures."""
 
-    def __init__(self, welcome: Callable[[], Welcome], limits: Limits) -> None:
+    def __init__(self, welcome: Callable[[], Welcome], limits: Limits, padding: int = 0) -> None:
+        """padding: the unit that this server asks for; what holds, once the client has greeted, is ``padding``."""
+        self.padding = padding
         self._welcome = welcome
         self._limits = limits
         self._active: set[int] = set()
@@ -111,7 +114,10 @@ class ServerSession:
             raise ProtocolError("expected one hello, got a second")
         if hello.protocol != PROTOCOL_VERSION:
             raise ProtocolError(f"expected protocol version {PROTOCOL_VERSION}, got {hello.protocol}")
-        welcome = self._welcome()
+        if hello.padding > MAX_UNIT:
+            raise ProtocolError(f"expected a padding of at most {MAX_UNIT} bytes, got {hello.padding}")
+        self.padding = max(self.padding, hello.padding)
+        welcome = replace(self._welcome(), padding=self.padding)
         if hello.model and hello.model != welcome.model:
             raise ModelError(f"expected the model {welcome.model}, which this server has, got {hello.model}")
         self.state = State.READY

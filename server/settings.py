@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, Field, PositiveInt, ValidationError
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from paceline.shared.errors import UsageError
+from paceline.shared.padding import MAX_UNIT
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 LOOPBACK = ("localhost", "127.0.0.1", "::1", "[::1]")
@@ -37,7 +38,10 @@ Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_parse_list)]
 
 
 class ServerSettings(BaseSettings):
-    """See the module's text. Sizes in bytes, times in seconds."""
+    """See the module's text. Sizes in bytes, times in seconds.
+
+    padding: unit of the size classes of frames, 0 for none. compression: permessage-deflate, for clients that offer it.
+    """
 
     model_config = SettingsConfigDict(env_prefix="PACELINE_", frozen=True, extra="forbid", env_ignore_empty=True)
 
@@ -68,6 +72,8 @@ class ServerSettings(BaseSettings):
     ping_timeout: float = Field(90.0, gt=0)
     stall_timeout: float = Field(120.0, gt=0)
     grace: float = Field(20.0, ge=0)
+    padding: int = Field(0, ge=0, le=MAX_UNIT)
+    compression: bool = False
     max_body: Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)] = 8 << 20
     ssl_certfile: Path | None = None
     ssl_keyfile: Path | None = None
@@ -86,9 +92,12 @@ class ServerSettings(BaseSettings):
 def make_settings(**values: Any) -> ServerSettings:
     """Settings from flags; None means not given. Raises ``UsageError`` in one sentence that names the setting."""
     try:
-        return ServerSettings(**{name: value for name, value in values.items() if value is not None})
+        settings = ServerSettings(**{name: value for name, value in values.items() if value is not None})
     except ValidationError as error:
         first = error.errors()[0]
         name = "--" + "-".join(str(part) for part in first["loc"][:1]).replace("_", "-")
         reason = str(first["msg"]).removeprefix("Input ").lower()
         raise UsageError(f"expected a valid {name}, got {first.get('input')!r}: {reason}") from None
+    if settings.padding and settings.compression:
+        raise UsageError("expected --padding or --compression, got both: compression would take the zeros out again")
+    return settings

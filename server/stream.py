@@ -75,7 +75,7 @@ class Connection:
         """Queues news. Too much of it unread ends the connection: the client resumes when it can read again."""
         for message in self._session.emit(messages):
             self._observe(message)
-            self._queue(encode(message))
+            self._queue(encode(message, self._session.padding))
         if self._num_bytes > self._settings.send_buffer:
             self._outbound.clear()
             self.end(1013, "the client reads too slowly")
@@ -122,7 +122,7 @@ class Connection:
             self._metrics.wire_bytes.labels("up").inc(len(data))
         reaction = self._session.receive_text() if data is None else self._session.receive_bytes(data)
         for message in reaction.send:
-            self._queue(encode(message))
+            self._queue(encode(message, self._session.padding))
         if reaction.order is not None:
             if isinstance(reaction.order, Open):
                 self._opened_at[reaction.order.generation] = time.monotonic()
@@ -203,7 +203,7 @@ class StreamRoute:
             )
             return
         await socket.accept()
-        session = ServerSession(self._welcome, self._welcome().limits)
+        session = ServerSession(self._welcome, self._welcome().limits, self._settings.padding)
         connection = Connection(socket, session, self._driver, self._settings, self._metrics)
         self._connections.add(connection)
         self._metrics.connections.inc()

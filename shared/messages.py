@@ -33,12 +33,16 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """First message of a connection. tokenizer: hex sha-256 of the client's tokenizer, or "" without one."""
+    """First message of a connection. tokenizer: hex sha-256 of the client's tokenizer, or "" without one.
+
+    padding: unit of the size classes that frames shall have, both ways (``padding``); 0 asks for nothing.
+    """
 
     protocol: int
     client: str
     tokenizer: str = ""
     model: str = ""
+    padding: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +71,10 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """The server's answer to Hello: what it serves and what it accepts."""
+    """The server's answer to Hello: what it serves and what it accepts.
+
+    padding: the unit that holds for this connection, both ways: the larger of what either side asks for.
+    """
 
     protocol: int
     model: str
@@ -78,6 +85,7 @@ class Welcome:
     limits: Limits
     step_time: StepTime
     fingerprint: str = ""
+    padding: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

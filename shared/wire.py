@@ -1,9 +1,10 @@
 """Messages to bytes and back: one MessagePack map per binary websocket message (DESIGN.md section 5).
 
 A message is ``{0: tag, key: value, ...}`` with the small integer keys of its table below; fields at their default are
-left out. ``decode`` trusts nothing: lengths are bounded before anything is allocated, every value's type and range is
-checked, and an unknown tag or field is refused by name. It never raises anything but ``WireError`` and ``LimitError``;
-an opening that is a message but asks for too much is the ``WireError`` that names its generation, ``OpeningError``.
+left out, and zeros at key 127 may hide a message's length (``padding``). ``decode`` trusts nothing: lengths are bounded
+before anything is allocated, every value's type and range is checked, and an unknown tag or field is refused by name.
+It never raises anything but ``WireError`` and ``LimitError``; an opening that is a message but asks for too much is the
+``WireError`` that names its generation, ``OpeningError``.
 
 Not here: whether a message makes sense now (the sessions), and which sampling values are allowed (``SamplingParams``).
 """
@@ -14,7 +15,7 @@ from typing import Any
 
 import msgpack
 
-from paceline.shared import fields
+from paceline.shared import fields, padding
 from paceline.shared.errors import LimitError, OpeningError, UsageError, WireError
 from paceline.shared.fields import Field
 from paceline.shared.messages import (
@@ -43,6 +44,7 @@ _TABLE: dict[int, tuple[type[Any], tuple[Field, ...]]] = {
             Field(2, "client", fields.TEXT),
             Field(3, "tokenizer", fields.TEXT, ""),
             Field(4, "model", fields.TEXT, ""),
+            Field(5, "padding", fields.COUNT, 0),
         ),
     ),
     2: (
@@ -83,6 +85,7 @@ _TABLE: dict[int, tuple[type[Any], tuple[Field, ...]]] = {
             Field(7, "limits", fields.LIMITS),
             Field(8, "step_time", fields.STEP_TIME),
             Field(9, "fingerprint", fields.TEXT, ""),
+            Field(10, "padding", fields.COUNT, 0),
         ),
     ),
     17: (Opened, (Field(1, "generation", fields.COUNT), Field(2, "cached_tokens", fields.COUNT, 0))),
@@ -115,8 +118,11 @@ _TAGS = {message_type: tag for tag, (message_type, _) in _TABLE.items()}
 DEFAULT_LIMITS = Limits()
 
 
-def encode(message: Message) -> bytes:
-    """One message as bytes. Raises ``WireError`` if a field holds what the protocol cannot carry."""
+def encode(message: Message, unit: int = 0) -> bytes:
+    """One message as bytes. unit: of the size classes that it is padded to (``padding``), 0 for none.
+
+    Raises ``WireError`` if a field holds what the protocol cannot carry.
+    """
     tag = _TAGS[type(message)]
     plain: dict[int, Any] = {TAG_KEY: tag}
     for entry in _TABLE[tag][1]:
@@ -127,7 +133,7 @@ def encode(message: Message) -> bytes:
             plain[entry.key] = fields.pack_parents(value, message.first_id)  # type: ignore[union-attr]
         else:
             plain[entry.key] = entry.kind.pack(value)
-    return bytes(msgpack.packb(plain, use_single_float=False))
+    return padding.pad(msgpack.packb(plain, use_single_float=False), unit, DEFAULT_LIMITS.max_frame_bytes)
 
 
 def decode(data: bytes, limits: Limits = DEFAULT_LIMITS) -> Message:
@@ -146,6 +152,8 @@ def decode(data: bytes, limits: Limits = DEFAULT_LIMITS) -> Message:
         raise WireError(f"expected one of the tags {sorted(_TABLE)}, got {_short(tag)}")
     message_type, table = _TABLE[tag]
     name = message_type.__name__.lower()
+    if padding.KEY in plain:
+        padding.check(plain.pop(padding.KEY), name)
     known = {entry.key: entry for entry in table}
     for key in plain:
         if type(key) is not int or key not in known:

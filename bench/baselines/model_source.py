@@ -27,8 +27,8 @@ _LEAST_LOGPROB = -1e30
 class ModelSource:
     """One generation. Implements ``Source``. Used by one thread at a time.
 
-    calls: what was asked, with times of ``perf_counter``. truth: what was committed meanwhile, while a draft grows below a
-    guessed path: if that is another one, the draft ends before its next call.
+    calls: what was asked, with times of ``perf_counter``. truth: what was committed while a draft grows below a guessed
+    path: if that is another one, the draft ends before its next call.
     """
 
     def __init__(self, drafter: Drafter, prompt: Sequence[int]) -> None:

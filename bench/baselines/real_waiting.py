@@ -1,8 +1,8 @@
 """Stop-and-wait speculation against a real server: the baselines' rules with a real draft model and a real link.
 
 The server is ours: a wish for patience keeps it from stepping without a tree, so that it waits as the published systems
-do. Drafting runs on a thread of its own; with ``is_proactive`` it goes on during the wait by SpecEdge's rule (one guess:
-the likeliest leaf and the likeliest token behind it, arXiv 2505.17052, section 4). Greedy only.
+do. Drafting runs on a thread of its own; with ``is_proactive`` it goes on during the wait by SpecEdge's rule (one
+guess: the likeliest leaf and the likeliest token behind it, arXiv 2505.17052, section 4). Greedy only.
 
 Not here: the same rules on a virtual clock (``waiting``).
 """
@@ -87,7 +87,7 @@ class RealWaitingClient:
     async def _rounds(
         self, source: ModelSource, answer: Answer, max_tokens: int, shape: Shape, *, is_proactive: bool
     ) -> None:
-        first_id = 0
+        sent = _SentNodes()
         guess: _Guess | None = None
         tokens = await self._next_commit(answer)
         source.commit(tokens)
@@ -101,14 +101,17 @@ class RealWaitingClient:
                 # The server scored a tree in two parts: what was drafted meanwhile hangs below a past anchor.
                 tokens, guess = await self._next_commit(answer), None
                 source.commit(tokens)
+                sent.commit(tokens)
                 continue
-            await self._send(_frame(self._number, source, draft, first_id), answer)
-            first_id += len(draft)
+            frame = sent.frame(self._number, len(source.tokens), draft)
+            if len(frame.tokens):
+                await self._send(frame, answer)
             ahead = self._run(_guess_ahead, source, draft, shape, left) if is_proactive and len(draft) else None
             tokens = await self._next_commit(answer)
             source.truth = tuple(tokens)
             guess = None if ahead is None else await ahead
             source.commit(tokens)
+            sent.commit(tokens)
 
     def _run(self, work: Callable[..., Result], *arguments: object) -> asyncio.Future[Result]:
         return asyncio.get_running_loop().run_in_executor(self._pool, work, *arguments)
@@ -138,14 +141,39 @@ class RealWaitingClient:
                 return tokens
 
     async def _send(self, message: ClientMessage, answer: Answer) -> None:
-        data = encode(message)
+        data = encode(message, self._link.padding)
         answer.trace.sent.append(Sent(perf_counter(), message, len(data)))
         await self._link.send(data)
 
 
-def _frame(number: int, source: ModelSource, draft: Draft, first_id: int) -> Grow:
-    parents = np.array([parent + first_id if parent >= 0 else ANCHOR_ID for parent in draft.parents], np.int32)
-    return Grow(number, len(source.tokens), first_id, np.array(draft.tokens, np.int32), parents)
+class _SentNodes:
+    """Ids of nodes that the server may still have, by their path from the anchor.
+
+    A busy server may score a tree in parts, and what is left of it lives on: such nodes are not proposed twice.
+    """
+
+    def __init__(self) -> None:
+        self._ids: dict[Path, int] = {}
+        self._next_id = 0
+
+    def commit(self, tokens: list[int]) -> None:
+        """Tokens became final; nodes below them have shorter paths now, all others are gone."""
+        path, count = tuple(tokens), len(tokens)
+        self._ids = {node[count:]: key for node, key in self._ids.items() if len(node) > count and node[:count] == path}
+
+    def frame(self, number: int, at: int, draft: Draft) -> Grow:
+        """What is new of a draft below the anchor."""
+        first_id = self._next_id
+        tokens: list[int] = []
+        parents: list[int] = []
+        for node, token in enumerate(draft.tokens):
+            path = path_of(draft, node)
+            if path not in self._ids:
+                self._ids[path] = first_id + len(tokens)
+                tokens.append(token)
+                parents.append(self._ids[path[:-1]] if path[1:] else ANCHOR_ID)
+        self._next_id += len(tokens)
+        return Grow(number, at, first_id, np.array(tokens, np.int32), np.array(parents, np.int32))
 
 
 def _guess_ahead(source: ModelSource, draft: Draft, shape: Shape, left: int) -> _Guess | None:
