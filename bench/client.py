@@ -21,6 +21,7 @@ from paceline.bench.playback import Oracle
 from paceline.bench.recording import Recording
 from paceline.bench.server import Connection, SimulatedServer
 from paceline.bench.stats import Lane, Served, Span
+from paceline.client.drafting.acceptance import Acceptance
 from paceline.client.drafting.controller import Controller
 from paceline.client.drafting.drafter import ANCHOR_KEY, Drafter, DraftRequest
 from paceline.client.drafting.policy import Policy
@@ -35,6 +36,7 @@ class ClientModel:
     """How a client behaves. drafters are made per request from its recording; no drafter is plain streaming.
 
     stall: (begin, length) in seconds after open: calls that would end within it end behind it. patience_s: its wish.
+    acceptance: what all requests learn together, as those of one client do; None: each for itself.
     """
 
     make_drafters: Callable[[Recording], Sequence[Drafter]]
@@ -44,6 +46,7 @@ class ClientModel:
     patience_s: float | None = None
     make_policy: Callable[[], Policy] | None = None
     can_switch: bool = True
+    acceptance: Acceptance | None = None
 
 
 class StreamClient:
@@ -86,6 +89,7 @@ class StreamClient:
             welcome,
             self._drafters,
             policy=None if model.make_policy is None else model.make_policy(),
+            acceptance=model.acceptance,
             controller=Controller(welcome.step_time, welcome.limits, can_switch=model.can_switch),
         )
 

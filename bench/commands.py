@@ -143,18 +143,15 @@ def bench(
         check_flips(report)
         return
     if mode is Mode.REAL:
-        from paceline.bench.real import run_real
+        from paceline.bench.comparison import agreement_table, compare
+        from paceline.bench.real import RealPlan, run_real
+        from paceline.bench.real import method_names as real_method_names
 
-        results, about = run_real(
-            model=model,
-            prompts=prompts,
-            rtts_ms=rtts,
-            methods=methods,
-            clients=clients,
-            max_tokens=max_tokens,
-            jitter_share=jitter,
-            progress=console.print,
-        )
+        plan = RealPlan(model, prompts, rtts, real_method_names(methods), clients, max_tokens, jitter)
+        results, about = compare(run_real(plan, console.print))
+        if about["agreement"]:
+            wide = Console()
+            Console(width=max(wide.width, TABLE_WIDTH)).print(agreement_table(about))
     else:
         results, about = _simulate(
             recordings=_recordings(prompts, model, max_tokens, console),

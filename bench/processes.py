@@ -1,10 +1,11 @@
-"""Starts a server as a process of its own and pins processes to cores, for the demo and for real runs.
+"""Starts servers and client workers as processes of their own, pinned to cores, for the demo and for real runs.
 
 Not here: what the processes do.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -14,7 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import IO, Self
+from typing import IO, Any, Self
 
 import httpx
 
@@ -68,6 +69,13 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+def last_words(log: IO[bytes]) -> str:
+    """The last lines that a process wrote, in one."""
+    log.seek(0)
+    lines = log.read().decode(errors="replace").strip().splitlines()
+    return "; ".join(line.removeprefix("error: ") for line in lines[-_TAIL_LINES:]) or "it said nothing"
 
 
 class ServerProcess:
@@ -128,11 +136,7 @@ class ServerProcess:
         raise LinkError(f"expected the server to be ready within {timeout_s:g} s: {self._last_words()}")
 
     def _last_words(self) -> str:
-        if self._log is None:
-            return ""
-        self._log.seek(0)
-        lines = self._log.read().decode(errors="replace").strip().splitlines()
-        return "; ".join(line.removeprefix("error: ") for line in lines[-_TAIL_LINES:]) or "it said nothing"
+        return "" if self._log is None else last_words(self._log)
 
     def kill(self) -> None:
         """End it at once, as a crash would."""
@@ -151,3 +155,45 @@ class ServerProcess:
         if self._log is not None:
             self._log.close()
             self._log = None
+
+
+class WorkerProcess:
+    """``paceline.bench.worker``: jobs in, answers out, until the context ends."""
+
+    def __init__(self, cores: Cores) -> None:
+        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
+        command = [sys.executable, "-m", "paceline.bench.worker"]
+        self._process = start_pinned(
+            command, cores.client, cores.client, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        try:
+            self._process.wait(_STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+        self._log.close()
+
+    def ask(self, job: dict[str, Any]) -> Any:
+        """One job's answer. Raises ``LinkError`` with the process's last words if it ends instead."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps(job).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass  # its last words say why
+        line = self._process.stdout.readline()
+        if line:
+            return json.loads(line)
+        raise LinkError(f"the client process ended: {last_words(self._log)}")

@@ -1,37 +1,82 @@
 """``paceline bench --real``: server and clients as processes over loopback, a delaying relay between, cores pinned.
 
-The server gets all cores but the last; the clients and the relay share the last one. Methods are those that one server
-can serve: plain streaming and ours, in turns at every RTT, so that a machine that warms up or slows down favours none.
+The server gets all cores but the last; the clients and the relay share the last one. In order:
 
-Not here: the virtual clock (``grid``).
+    rehearse    every prompt once without drafts, a few with: fills caches, gives the texts, and a first calibration
+    choose      baselines take the tree that the simulator, so calibrated, finds best for them in each cell
+    measure     prompt by prompt, RTT by RTT, method by method, in turns: whatever else the machine does hits them all
+    compare     the simulator again, calibrated by what was measured, beside it (``agreement``)
+
+Not here: the virtual clock alone (``grid``).
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-import subprocess
-import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from paceline.bench.grid import CellKey, Results
-from paceline.bench.methods import Outcome
-from paceline.bench.processes import Cores, ServerProcess, divide_cores, pin, start_pinned
+import numpy as np
+
+from paceline.bench.baselines.shapes import Shape
+from paceline.bench.measured import RealAnswer
+from paceline.bench.methods import BEST_FIRST, CHAINS, TREES
+from paceline.bench.processes import Cores, ServerProcess, WorkerProcess, divide_cores, pin
 from paceline.bench.prompts import SHIPPED, load_prompts
+from paceline.bench.recording import RecordingSet
 from paceline.bench.relay import Relay, RelaySettings
-from paceline.bench.report import meta
-from paceline.bench.stats import Row, Served, row_of, with_speedups
+from paceline.bench.worker import PING_S
 from paceline.models.catalogue import find_target
-from paceline.shared.errors import LinkError, ParameterError
+from paceline.shared.errors import ParameterError
+from paceline.shared.messages import StepTime
 
-DRAFTERS = {"server-alone": "none", "paceline": "auto"}
-"""The methods of a real run, and the drafter that makes each."""
-_NUM_DEFAULT_PROMPTS = 8
-_JOB_TIMEOUT_S = 1800.0
+METHODS = ("server-alone", "chain", "tree", "specedge", "paceline")
+BASELINE_SHAPES: dict[str, Sequence[Shape]] = {"chain": CHAINS, "tree": TREES, "specedge": BEST_FIRST}
+_NUM_DEFAULT_PROMPTS = 4
+_NUM_REHEARSED = 2
+_FIRST_SHAPES = {"chain": "chain-4", "tree": "<3,2,1,1>", "specedge": "best-16x6"}
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class RealPlan:
+    """What to run. jitter_share: largest jitter as a share of the RTT."""
+
+    model: str
+    prompts: Path | None
+    rtts_ms: Sequence[float]
+    methods: Sequence[str] = METHODS
+    clients: int = 1
+    max_tokens: int = 48
+    jitter_share: float = 0.0
+
+
+@dataclass(slots=True)
+class RealRun:
+    """What came of it. answers: by (RTT in ms, method), in the prompts' order. shapes: the baselines', likewise."""
+
+    plan: RealPlan
+    prompts: list[list[int]]
+    cores: Cores
+    step_time: StepTime = field(default_factory=lambda: StepTime(0.0, 0.0))
+    max_context: int = 0
+    rehearsal: dict[str, list[RealAnswer]] = field(default_factory=dict)
+    recordings: RecordingSet = field(default_factory=lambda: RecordingSet((), {}))
+    shapes: dict[tuple[float, str], Shape] = field(default_factory=dict)
+    answers: dict[tuple[float, str], list[RealAnswer]] = field(default_factory=dict)
+
+
+def method_names(methods: str | None) -> tuple[str, ...]:
+    """The methods of ``--methods``, server-alone always among them. Raises ``ParameterError`` that lists them."""
+    wanted = {name.strip() for name in (methods or ",".join(METHODS)).split(",") if name.strip()}
+    unknown = sorted(wanted - set(METHODS))
+    if unknown:
+        raise ParameterError("methods", f"expected methods among {', '.join(METHODS)} with --real, got {unknown[0]!r}")
+    return tuple(name for name in METHODS if name in wanted or name == "server-alone")
 
 
 @contextmanager
@@ -51,98 +96,120 @@ def relay_to(port: int, settings: RelaySettings) -> Iterator[Relay]:
         loop.close()
 
 
-def run_worker(job: dict[str, Any], cores: Cores) -> list[Served]:
-    """One job in a client process. Raises ``LinkError`` with its last line if it fails."""
-    command = [sys.executable, "-m", "paceline.bench.worker"]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with start_pinned(command, cores.client, cores.client, **pipes) as process:
-        try:
-            output, errors = process.communicate(json.dumps(job).encode(), timeout=_JOB_TIMEOUT_S)
-        except BaseException:
-            process.kill()
-            raise
-    if process.returncode:
-        lines = errors.decode(errors="replace").strip().splitlines()
-        raise LinkError(f"the client process failed: {lines[-1] if lines else process.returncode}")
-    return [_served(answer) for answer in json.loads(output)]
-
-
-def _served(answer: dict[str, Any]) -> Served:
-    served = Served(answer["opened_at"], is_finished=True)
-    for time_s, token_ids in answer["arrivals"]:
-        served.arrive(time_s, token_ids)
-    for name in ("num_steps", "num_drafted", "num_accepted", "bytes_up", "bytes_down"):
-        setattr(served, name, answer[name])
-    return served
-
-
-def _names(methods: str | None) -> tuple[str, ...]:
-    if not methods:
-        return tuple(DRAFTERS)
-    wanted = {name.strip() for name in methods.split(",") if name.strip()}
-    unknown = sorted(wanted - DRAFTERS.keys())
-    if unknown:
-        raise ParameterError("methods", f"expected methods among {', '.join(DRAFTERS)} with --real, got {unknown[0]!r}")
-    return tuple(name for name in DRAFTERS if name in wanted or name == "server-alone")
-
-
-def run_real(
-    *,
-    model: str,
-    prompts: Path | None,
-    rtts_ms: Sequence[float],
-    methods: str | None,
-    clients: int,
-    max_tokens: int,
-    jitter_share: float,
-    progress: Callable[[str], None],
-) -> tuple[Results, dict[str, Any]]:
-    """The rows and what they mean. Raises ``ModelError`` if the pair is not built, ``LinkError`` if a process fails."""
+def run_real(plan: RealPlan, progress: Progress) -> RealRun:
+    """Raises ``ModelError`` if the pair is not built, ``LinkError`` if a process fails."""
     from paceline.bench.recorder import prompt_ids
 
-    names = _names(methods)
-    folder = find_target(model)
-    chosen = load_prompts(prompts) if prompts is not None else load_prompts(SHIPPED)[:_NUM_DEFAULT_PROMPTS]
-    ids = [one.tolist() for one in prompt_ids(folder, chosen)]
-    cores = divide_cores()
-    pin(cores.client)
-    outcomes: dict[CellKey, dict[str, Outcome]] = {}
-    with ServerProcess(model, cores) as server:
-        for rtt_ms in rtts_ms:
-            settings = RelaySettings(rtt_ms / 1e3, jitter_share * rtt_ms / 1e3)
-            with relay_to(server.port, settings) as relay:
-                for name in names:
-                    progress(f"rtt {rtt_ms:g} ms, {name}")
-                    job = {
-                        "url": f"http://127.0.0.1:{relay.port}",
-                        "drafter": DRAFTERS[name],
-                        "prompts": ids,
-                        "max_tokens": max_tokens,
-                        "clients": clients,
-                    }
-                    outcomes.setdefault((rtt_ms, "real"), {})[name] = Outcome(run_worker(job, cores))
-    about = meta(
-        "real",
-        model=model,
-        prompts=len(ids),
-        max_tokens=max_tokens,
-        jitter_share=jitter_share,
-        cores={"server": list(cores.server), "client": list(cores.client)},
-    )
-    return Results(_rows(outcomes, clients), outcomes), about
+    folder = find_target(plan.model)
+    chosen = load_prompts(plan.prompts or SHIPPED)
+    if plan.prompts is None:
+        chosen = chosen[:_NUM_DEFAULT_PROMPTS]
+    run = RealRun(plan, [one.tolist() for one in prompt_ids(folder, chosen)], divide_cores())
+    pin(run.cores.client)
+    with (
+        ServerProcess(plan.model, run.cores) as server,
+        relay_to(server.port, RelaySettings()) as relay,
+        WorkerProcess(run.cores) as worker,
+    ):
+        _Stage(run, relay, worker, progress).play()
+    return run
 
 
-def _rows(outcomes: dict[CellKey, dict[str, Outcome]], clients: int) -> list[Row]:
-    """step_ms is what it turned out to be: the server alone's median inter-token latency at the first RTT."""
-    first = next(iter(outcomes.values()))["server-alone"].served
-    step_ms = round(row_of("", first, rtt_ms=0, step_ms=0, clients=clients).itl_p50_s * 1e3, 2)
-    rows: list[Row] = []
-    for (rtt_ms, _), found in outcomes.items():
-        wanted = [one.token_ids for one in found["server-alone"].served]
-        for name, outcome in found.items():
-            flips = sum(
-                max(len(mine.token_ids), len(theirs)) - sum(map(int.__eq__, mine.token_ids, theirs))
-                for mine, theirs in zip(outcome.served, wanted, strict=True)
+class _Stage:
+    """One run, with everything that it needs open."""
+
+    def __init__(self, run: RealRun, relay: Relay, worker: WorkerProcess, progress: Progress) -> None:
+        self._run, self._relay, self._worker, self._progress = run, relay, worker, progress
+
+    def play(self) -> None:
+        run, plan = self._run, self._run.plan
+        opening = {
+            "url": f"http://127.0.0.1:{self._relay.port}",
+            "num_clients": plan.clients,
+            "methods": list(plan.methods),
+        }
+        welcome = self._worker.ask(opening)
+        run.step_time = StepTime(welcome["step_base_s"], welcome["step_per_row_s"])
+        run.max_context = welcome["max_context"]
+        self._rehearse()
+        self._choose()
+        self._measure()
+
+    def _rehearse(self) -> None:
+        run, plan = self._run, self._run.plan
+        self._progress("rehearsing: every prompt once")
+        run.rehearsal["server-alone"] = self._ask("server-alone", run.prompts, plan.max_tokens)
+        for method in plan.methods[1:]:
+            run.rehearsal[method] = self._ask(
+                method, run.prompts[:_NUM_REHEARSED], plan.max_tokens, _FIRST_SHAPES.get(method, "")
             )
-            rows.append(row_of(name, outcome.served, rtt_ms=rtt_ms, step_ms=step_ms, clients=clients, flips=flips))
-    return with_speedups(rows)
+        run.recordings = record_answers(run)
+
+    def _choose(self) -> None:
+        from paceline.bench.agreement import best_shape
+        from paceline.bench.comparison import conditions_of
+
+        run = self._run
+        for rtt_ms in run.plan.rtts_ms:
+            for method in run.plan.methods:
+                if method in BASELINE_SHAPES:
+                    # The rehearsal ran without delay; the cell's is added to the round trip that it had.
+                    conditions = conditions_of(run, run.rehearsal, method, rtt_ms / 1e3)
+                    run.shapes[rtt_ms, method] = best_shape(method, BASELINE_SHAPES[method], conditions)
+
+    def _measure(self) -> None:
+        run, plan = self._run, self._run.plan
+        step = plan.clients
+        for turn, begin in enumerate(range(0, len(run.prompts), step)):
+            for rtt_ms in plan.rtts_ms:
+                settings = RelaySettings(rtt_ms / 1e3, plan.jitter_share * rtt_ms / 1e3)
+                if settings != self._relay.settings:
+                    self._relay.settings = settings
+                    # Long enough for every connection to have seen a ping come back over the new delay.
+                    time.sleep(1.5 * PING_S + rtt_ms / 1e3)
+                shift = turn % len(plan.methods)
+                for method in (*plan.methods[shift:], *plan.methods[:shift]):
+                    self._progress(f"prompts from {begin + 1} of {len(run.prompts)}, rtt {rtt_ms:g} ms, {method}")
+                    shape = run.shapes.get((rtt_ms, method))
+                    found = self._ask(
+                        method, run.prompts[begin : begin + step], plan.max_tokens, shape.name if shape else ""
+                    )
+                    run.answers.setdefault((rtt_ms, method), []).extend(found)
+
+    def _ask(self, method: str, prompts: list[list[int]], max_tokens: int, shape: str = "") -> list[RealAnswer]:
+        """So many prompts at a time as there are clients."""
+        made: list[RealAnswer] = []
+        step = self._run.plan.clients
+        for begin in range(0, len(prompts), step):
+            some = prompts[begin : begin + step]
+            job = {"method": method, "prompts": some, "max_tokens": max_tokens, "shape": shape}
+            answers = self._worker.ask(job)
+            made += [RealAnswer.of(facts, len(ids)) for facts, ids in zip(answers, some, strict=True)]
+        return made
+
+
+def record_answers(run: RealRun) -> RecordingSet:
+    """The texts that the server alone wrote, and what the pair's draft model says along them."""
+    from paceline.bench.recorder import WIDTH, add_answers
+    from paceline.bench.recording import Recording, Rows
+    from paceline.client.drafting.onnx_ssm import OnnxDrafter
+    from paceline.models.catalogue import find_bundle
+    from paceline.models.manifest import load_manifest
+
+    nothing = Rows(np.zeros((0, WIDTH), np.int32), np.zeros((0, WIDTH), np.float32))
+    texts = [
+        Recording(
+            np.array(prompt, np.int32),
+            np.array(answer.served(run.plan.max_tokens).token_ids, np.int32),
+            nothing,
+            nothing,
+        )
+        for prompt, answer in zip(run.prompts, run.rehearsal["server-alone"], strict=True)
+    ]
+    bundle = find_bundle(run.plan.model)
+    entry = load_manifest(bundle).drafters[0]
+    drafter = OnnxDrafter(bundle / entry.file, max_context=entry.context_len, threads=1)
+    try:
+        return add_answers(RecordingSet(tuple(texts), {"pair": run.plan.model}), drafter)
+    finally:
+        drafter.close()

@@ -1,8 +1,11 @@
-"""The client's process of a real run: reads one job as JSON from stdin, serves its prompts, writes JSON to stdout.
+"""The client's process of a real run: one line of JSON in, one line of JSON out, for each job.
 
-    python -m paceline.bench.worker < job.json
+    python -m paceline.bench.worker
 
-Not here: starting it and making sense of its answer (``real``).
+The first line says where the relay listens and which methods will come; each method gets connections of its own, which
+stay open, so that turns between methods cost nothing and nothing is started lazily while it is timed.
+
+Not here: starting it and making sense of its answers (``real``, ``measured``).
 """
 
 from __future__ import annotations
@@ -10,59 +13,165 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any
 
+from paceline.bench.baselines.real_waiting import RealWaitingClient
+from paceline.bench.baselines.shapes import Shape
+from paceline.bench.frames import header_bytes
+from paceline.bench.methods import BEST_FIRST, CHAINS, TREES
+from paceline.client.address import parse_address
 from paceline.client.api import Client
-from paceline.client.settings import make_settings
+from paceline.client.bundles import find_local_bundle
+from paceline.client.drafting.choice import model_drafters
+from paceline.client.drafting.drafter import Drafter
+from paceline.client.link import Link
+from paceline.client.settings import ClientSettings, make_settings
+from paceline.client.trace import Trace
+from paceline.shared.errors import ModelError, PacelineError
+from paceline.shared.messages import PROTOCOL_VERSION, Commit, Grow, Hello, Opened
 from paceline.shared.sampling import SamplingParams
 
+DRAFTERS = {"server-alone": "none", "paceline": "auto"}
+"""Methods that are a client's own, and the drafter that makes each."""
+WAITING = ("chain", "tree", "specedge")
+SHAPES: dict[str, Shape] = {shape.name: shape for shape in (*CHAINS, *TREES, *BEST_FIRST)}
+PING_S = 0.4
+"""Seconds between pings: the round trip time is wanted as it is under load."""
 
-async def _serve(client: Client, prompt: list[int], max_tokens: int) -> dict[str, Any]:
-    sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    opened_at = time.perf_counter()
-    stream = client.stream(prompt, sampling)
-    arrivals: list[tuple[float, list[int]]] = []
-    async for chunk in stream:
-        arrivals.append((time.perf_counter(), list(chunk.token_ids)))
-    completion = stream.completion
-    stats = completion.stats
+
+@dataclass
+class Worker:
+    """Everything that stays open between jobs."""
+
+    url: str
+    num_clients: int
+    compression: bool = False
+    clients: dict[str, list[Client]] = field(default_factory=dict)
+    waiting: list[RealWaitingClient] = field(default_factory=list)
+    drafters: list[Drafter] = field(default_factory=list)
+    pools: list[ThreadPoolExecutor] = field(default_factory=list)
+
+    @property
+    def settings(self) -> ClientSettings:
+        """Of every connection."""
+        return make_settings(server=self.url, ping_interval=PING_S, compression=self.compression)
+
+    async def open(self, methods: Sequence[str]) -> dict[str, Any]:
+        """Connect for each method. Returns what the server says about itself."""
+        for method in methods:
+            if method in DRAFTERS:
+                self.clients[method] = [await self._client(DRAFTERS[method]) for _ in range(self.num_clients)]
+        if set(methods) & set(WAITING):
+            for _ in range(self.num_clients):
+                self.waiting.append(await self._waiting_client())
+        welcome = next(iter(self.clients.values()))[0].welcome
+        return {
+            "step_base_s": welcome.step_time.base_s,
+            "step_per_row_s": welcome.step_time.per_row_s,
+            "max_context": welcome.limits.max_context,
+            "drafters": list(self.clients["paceline"][0].drafter_names) if "paceline" in self.clients else [],
+        }
+
+    async def _client(self, drafter: str) -> Client:
+        return await Client(self.url, drafter=drafter, settings=self.settings).__aenter__()
+
+    async def _waiting_client(self) -> RealWaitingClient:
+        link = await Link.connect(
+            parse_address(self.url), Hello(PROTOCOL_VERSION, "paceline"), None, self.settings.link
+        )
+        bundle = find_local_bundle(link.welcome)
+        if bundle is None:
+            raise ModelError(f"no draft model for {link.welcome.model!r} here: the baselines need one")
+        drafter = model_drafters(bundle, link.welcome, 1)[0]
+        pool = ThreadPoolExecutor(1, thread_name_prefix="paceline-draft")
+        self.drafters.append(drafter)
+        self.pools.append(pool)
+        return RealWaitingClient(link, drafter, pool)
+
+    async def serve(self, job: dict[str, Any]) -> list[dict[str, Any]]:
+        """method, prompts (lists of ids, one for each client at most), max_tokens, shape."""
+        prompts: list[list[int]] = job["prompts"]
+        work = [self._serve_one(job, prompt, number) for number, prompt in enumerate(prompts)]
+        return list(await asyncio.gather(*work))
+
+    async def _serve_one(self, job: dict[str, Any], prompt: list[int], number: int) -> dict[str, Any]:
+        method, max_tokens = job["method"], job["max_tokens"]
+        if method in DRAFTERS:
+            return await _stream(self.clients[method][number], prompt, max_tokens)
+        answer = await self.waiting[number].serve(
+            prompt, max_tokens, SHAPES[job["shape"]], is_proactive=method == "specedge"
+        )
+        return _facts(answer.opened_at, answer.arrivals, answer.trace)
+
+    async def close(self) -> None:
+        """Close all connections."""
+        for client in (client for clients in self.clients.values() for client in clients):
+            await client.close()
+        for waiting in self.waiting:
+            await waiting.close()
+        for pool in self.pools:
+            pool.shutdown()
+
+
+async def _stream(client: Client, prompt: list[int], max_tokens: int) -> dict[str, Any]:
+    trace = Trace()
+    opened_at = perf_counter()
+    stream = client.stream(prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=True), trace=trace)
+    arrivals = [(perf_counter(), list(chunk.token_ids)) async for chunk in stream]
+    return _facts(opened_at, arrivals, trace)
+
+
+def _facts(opened_at: float, arrivals: Sequence[tuple[float, list[int]]], trace: Trace) -> dict[str, Any]:
+    """What the other process needs to know of one answer."""
+    commits = [one for one in trace.arrived if isinstance(one.message, Commit)]
+    grows = [one.message for one in trace.sent if isinstance(one.message, Grow)]
     return {
         "opened_at": opened_at,
         "arrivals": arrivals,
-        "num_steps": stats.verify_steps,
-        "num_drafted": stats.drafted,
-        "num_accepted": stats.accepted,
-        "bytes_up": stats.bytes_up,
-        "bytes_down": stats.bytes_down,
-        "explanation": completion.explanation,
+        "cached_tokens": next((o.message.cached_tokens for o in trace.arrived if isinstance(o.message, Opened)), 0),
+        "commits": [_commit_facts(one.at, one.message) for one in commits if isinstance(one.message, Commit)],
+        "calls": [(call.num_rows, call.asked_at, call.answered_at) for call in trace.calls],
+        "rtt_s": [one.rtt_s for one in commits],
+        "num_drafted": sum(len(grow.tokens) for grow in grows),
+        "num_frames": len(grows),
+        "bytes_up": sum(one.num_bytes + header_bytes(one.num_bytes, is_up=True) for one in trace.sent),
+        "bytes_down": sum(one.num_bytes + header_bytes(one.num_bytes, is_up=False) for one in trace.arrived),
     }
 
 
-async def run(job: dict[str, Any]) -> list[dict[str, Any]]:
-    """url, drafter, prompts (lists of ids), max_tokens, clients: that many at a time, each on a connection of its own.
+def _commit_facts(at: float, commit: Commit) -> list[float]:
+    """[time, tokens, nodes scored, nodes accepted, step seconds]."""
+    return [at, len(commit.tokens), commit.num_scored, commit.num_drafted, commit.step_s]
 
-    Every client first completes one token of a prompt of its own, so that nothing is started lazily while it is timed.
-    """
-    prompts: list[list[int]] = job["prompts"]
-    waiting = list(enumerate(prompts))
-    served: list[dict[str, Any] | None] = [None] * len(prompts)
 
-    async def one_client() -> None:
-        settings = make_settings(server=job["url"])
-        async with Client(job["url"], drafter=job["drafter"], settings=settings) as client:
-            await _serve(client, prompts[0][:8], 8)
-            while waiting:
-                index, prompt = waiting.pop(0)
-                served[index] = await _serve(client, prompt, job["max_tokens"])
-
-    await asyncio.gather(*(one_client() for _ in range(job["clients"])))
-    return [one for one in served if one is not None]
+async def _run() -> None:
+    worker: Worker | None = None
+    try:
+        while line := await asyncio.to_thread(sys.stdin.readline):
+            job = json.loads(line)
+            if worker is None:
+                methods = job.pop("methods")
+                worker = Worker(**job)
+                answer: Any = await worker.open(methods)
+            else:
+                answer = await worker.serve(job)
+            print(json.dumps(answer), flush=True)
+    finally:
+        if worker is not None:
+            await worker.close()
 
 
 def main() -> None:
-    """One job."""
-    json.dump(asyncio.run(run(json.load(sys.stdin))), sys.stdout)
+    """Jobs until the input ends."""
+    try:
+        asyncio.run(_run())
+    except PacelineError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
 
 
 if __name__ == "__main__":
