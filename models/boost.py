@@ -41,12 +41,15 @@ class BoostSettings:
 
 
 @torch.inference_mode()
-def find_covered(draft: Draft, packer: Packer, top: int) -> Covered:
-    """bool[tokens of the corpus]: where the target's likeliest token is among the draft's first `top` candidates."""
+def find_covered(draft: Draft, packer: Packer, top: int, documents: Sequence[int] | None = None) -> Covered:
+    """bool[tokens of the corpus]: where the target's likeliest token is among the draft's first `top` candidates.
+
+    documents: look at these only (False elsewhere), None for all.
+    """
     draft.eval()
     device = draft.head.weight.device
     covered = np.zeros(len(packer.corpus.tokens), np.bool_)
-    rows = packer.rows(range(packer.corpus.num_documents))
+    rows = packer.rows(range(packer.corpus.num_documents) if documents is None else documents)
     for at in range(0, len(rows), 4):
         batch = packer.batch(rows[at : at + 4]).to(device)
         logits = draft(batch.ids, batch.positions, batch.mask).flatten(0, 1)[batch.at]
@@ -105,7 +108,8 @@ def run_boost(
         schedule = replace(training, num_steps=settings.num_steps, seed=training.seed + number)
         distiller = Distiller(draft, packer, schedule, work / f"boost-{number}")
         distiller.run(_counting(on_step, (number - 1) * settings.num_steps))
-        covered |= find_covered(draft, plain, settings.top)
+        is_last = number + 1 == settings.num_drafts  # nobody learns from its failures, so the report's texts do
+        covered |= find_covered(draft, plain, settings.top, corpus.documents(held_out=True) if is_last else None)
         coverage.append(share_covered(covered, plain))
         told = {
             **{key: provenance[key] for key in ("layer_ids", "vocab_size") if key in provenance},

@@ -1,4 +1,4 @@
-"""The past keys and values of one draft sequence: allocated in buckets, shared with ONNX Runtime, not copied per call.
+"""The past keys and values of one draft sequence: laid out in buckets, shared with ONNX Runtime, not copied per call.
 
 Layout of the slots: committed tokens first, in order, then the live tree's nodes. The whole capacity is an input of
 every call and the mask hides what is unused, so a bucket that is too large costs attention time: buckets grow by at
@@ -24,21 +24,34 @@ def bucket_for(num_slots: int) -> int:
 
 
 class KVBuffer:
-    """float32[L, 2, Hkv, S, D]: keys (0) and values (1) of every layer, S slots."""
+    """float32[L, 2, Hkv, S, D]: keys (0) and values (1) of every layer, S slots.
+
+    The memory is one block that only ever grows: a short text after a long one uses its beginning, so that it is as
+    quick as the first one was and nothing is allocated again.
+    """
 
     def __init__(self, num_layers: int, num_kv_heads: int, head_dim: int, num_slots: int = _BUCKETS[0]) -> None:
         self._shape = (num_layers, 2, num_kv_heads, head_dim)
-        self._allocate(bucket_for(num_slots))
+        self._block: NDArray[np.float32] = np.zeros(0, np.float32)
+        self._lay_out(bucket_for(num_slots))
 
-    def _allocate(self, capacity: int) -> None:
+    def _lay_out(self, capacity: int) -> None:
         num_layers, _, num_kv_heads, head_dim = self._shape
-        self.array: NDArray[np.float32] = np.zeros((num_layers, 2, num_kv_heads, capacity, head_dim), np.float32)
+        size = num_layers * 2 * num_kv_heads * capacity * head_dim
+        if size > len(self._block):
+            self._block = np.zeros(size, np.float32)
+        self.array = self._block[:size].reshape(num_layers, 2, num_kv_heads, capacity, head_dim)
         self._feeds: dict[str, Any] | None = None
 
     @property
     def capacity(self) -> int:
         """Number of slots."""
         return int(self.array.shape[3])
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory held, the unused end of the block included."""
+        return self._block.nbytes
 
     @property
     def feeds(self) -> dict[str, Any]:
@@ -52,13 +65,18 @@ class KVBuffer:
                 self._feeds[f"past_value_{layer}"] = OrtValue.ortvalue_from_numpy(self.array[layer, 1])
         return self._feeds
 
+    def empty(self) -> None:
+        """For another text: few slots again, whatever the last one took. The memory stays."""
+        if self.capacity > _BUCKETS[0]:
+            self._lay_out(_BUCKETS[0])
+
     def reserve(self, num_slots: int, num_used: int) -> None:
         """Make room for ``num_slots``; the first ``num_used`` keep what they hold."""
         if num_slots <= self.capacity:
             return
-        old = self.array
-        self._allocate(bucket_for(num_slots))
-        self.array[:, :, :, :num_used] = old[:, :, :, :num_used]
+        held = self.array[:, :, :, :num_used].copy()  # the new layout lies on the old one
+        self._lay_out(bucket_for(num_slots))
+        self.array[:, :, :, :num_used] = held
 
     def move(self, source: NDArray[np.int64], target: NDArray[np.int64]) -> None:
         """Copy slots all at once; the two sets may overlap."""

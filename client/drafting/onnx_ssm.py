@@ -67,12 +67,13 @@ class OnnxDrafter:
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         source = model if isinstance(model, bytes) else str(model)
         try:
-            self._session = onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
+            session = onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
         except Exception as error:
             raise BundleError(f"expected a draft graph that this runtime can load, got: {error}") from error
-        inputs = {entry.name: entry.shape for entry in self._session.get_inputs()}
+        inputs = {entry.name: entry.shape for entry in session.get_inputs()}
         if "past_key_0" not in inputs or "mask" not in inputs:
             raise BundleError(f"expected inputs mask and past_key_0 in the draft graph, got {', '.join(inputs)}")
+        self._session: Any = session
         self._num_layers = (len(inputs) - _NUM_FIXED_INPUTS) // 2
         self._num_kv_heads, _, self._head_dim = inputs["past_key_0"]
         self._spare: list[KVBuffer] = []
@@ -88,6 +89,7 @@ class OnnxDrafter:
     def take_back(self, buffer: KVBuffer) -> None:
         """Keep a buffer for the next sequence."""
         if len(self._spare) < _MAX_SPARE_BUFFERS:
+            buffer.empty()
             self._spare.append(buffer)
 
     def run(self, buffer: KVBuffer, feeds: dict[str, NDArray[Any]]) -> list[NDArray[Any]]:
@@ -100,6 +102,7 @@ class OnnxDrafter:
 
     def close(self) -> None:
         self._spare.clear()
+        self._session = None  # the weights go with it
 
 
 class OnnxSequence:
