@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -17,7 +17,13 @@ from paceline.bench.recording import RecordingSet
 from paceline.bench.report import TABLE_WIDTH, as_json, meta, table, write_text
 from paceline.shared.errors import ParameterError, UsageError
 
+if TYPE_CHECKING:
+    from paceline.bench.capacity import CapacityPlan
+
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+_RTTS, _STEPS = "0,10,20,40,80,150,300", "30"
+_CAPACITY_RTTS, _CAPACITY_STEPS = "20", "8b-h100,70b-4xh100"
 
 _EXAMPLES = """
 Examples:
@@ -27,6 +33,8 @@ Examples:
   paceline bench --rtt 0,20,80 --step 8b-h100,30 --plot gain.html
 
   paceline bench --real --rtt 0,20,80 --json real.json  processes over loopback, through a delaying relay
+
+  paceline bench --simulate --capacity --json c.json    how many clients one server holds, by latency
 
   paceline bench --prompts my.jsonl --calibrate         your prompts, this machine's step time
 
@@ -71,15 +79,31 @@ def bench(
     flips: Annotated[
         bool, typer.Option("--flips", help="bfloat16 tokens that are not a plain forward's argmax")
     ] = False,
-    rtt: Annotated[
-        str, typer.Option(help="round trip times in ms, with commas", envvar="PACELINE_BENCH_RTT")
-    ] = "0,10,20,40,80,150,300",
-    step: Annotated[
+    capacity: Annotated[
+        bool, typer.Option("--capacity", help="clients that one server can serve, simulated with Poisson arrivals")
+    ] = False,
+    slo: Annotated[
         str,
         typer.Option(
-            help="one-token step times in ms, BASE+ROW in ms, or presets, with commas", envvar="PACELINE_BENCH_STEP"
+            help="for --capacity: limits of p95 inter-token latency in one-token steps, with commas",
+            envvar="PACELINE_BENCH_SLO",
         ),
-    ] = "30",
+    ] = "0.5,0.75,1,1.25,1.5,2,3",
+    rtt: Annotated[
+        str | None,
+        typer.Option(
+            help=f"round trip times in ms, with commas; {_RTTS}, or {_CAPACITY_RTTS} in --capacity, if not set",
+            envvar="PACELINE_BENCH_RTT",
+        ),
+    ] = None,
+    step: Annotated[
+        str | None,
+        typer.Option(
+            help="one-token step times in ms, BASE+ROW in ms, or presets, with commas; "
+            f"{_STEPS}, or {_CAPACITY_STEPS} in --capacity, if not set",
+            envvar="PACELINE_BENCH_STEP",
+        ),
+    ] = None,
     methods: Annotated[
         str | None, typer.Option(help="methods with commas; all by default", envvar="PACELINE_BENCH_METHODS")
     ] = None,
@@ -117,13 +141,23 @@ def bench(
     ] = None,
 ) -> None:
     mode = _mode(simulate=simulate, real=real, engine=engine, verifiers=verifiers, flips=flips)
-    rtts = _numbers("rtt", rtt)
+    if capacity and mode is not Mode.SIMULATE:
+        raise UsageError(f"expected --capacity with --simulate, got it with --{mode}")
+    rtts = _numbers("rtt", (_CAPACITY_RTTS if capacity else _RTTS) if rtt is None else rtt)
+    step = (_CAPACITY_STEPS if capacity else _STEPS) if step is None else step
     steps = tuple(part.strip() for part in step.split(",") if part.strip())
     for one in steps:
         step_time_of(one)
     if plot is not None:
         check_plot_path(plot)
     console = Console(stderr=True)
+    if capacity:
+        from paceline.bench.capacity import CapacityPlan
+
+        recordings = _recordings(prompts, model, max_tokens, console)
+        plan = CapacityPlan(recordings, steps, _numbers("slo", slo), rtts, _draft_time(recordings, draft_ms), seed)
+        _capacity(plan, json_path, plot, console)
+        return
     if mode is Mode.ENGINE:
         from paceline.bench.engine import run_engine_bench
 
@@ -192,15 +226,38 @@ def _calibrated(model: str, console: Console) -> tuple[str, ...]:
     return (f"{1e3 * found.step_time.base_s:.3f}+{1e3 * found.step_time.per_row_s:.4f}",)
 
 
-def _simulate(*, recordings: RecordingSet, draft_ms: float | None, methods: str | None, **conditions: Any) -> Any:
+def _draft_time(recordings: RecordingSet, draft_ms: float | None) -> DraftTime:
     from paceline.bench.calibrate import draft_time_of
+
+    draft_time = draft_time_of(recordings)
+    return draft_time if draft_ms is None else DraftTime(draft_ms / 1e3, draft_time.per_row_s)
+
+
+def _capacity(plan: CapacityPlan, json_path: Path | None, plot: Path | None, console: Console) -> None:
+    from paceline.bench.capacity import run_capacity
+    from paceline.bench.capacity_report import about_capacity, capacity_json, capacity_table, verdict
+    from paceline.bench.capacity_report import write_capacity_plot as write_plot
+
+    rows = run_capacity(plan.workloads(), plan.slos, progress=lambda line: console.print(line, highlight=False))
+    steps = dict(_step_facts(one) for one in plan.steps)
+    about = about_capacity(recordings=plan.recordings.meta, rtts_ms=list(plan.rtts_ms), seed=plan.seed, steps=steps)
+    out = Console()
+    Console(width=max(out.width, TABLE_WIDTH)).print(capacity_table(rows))
+    for line in (*about["caveats"], verdict(rows)):
+        console.print(f"- {line}", highlight=False)
+    if json_path is not None:
+        write_text(json_path, capacity_json(rows, about))
+    if plot is not None:
+        write_plot(plot, rows, about)
+        console.print(f"wrote {plot}", highlight=False)
+
+
+def _simulate(*, recordings: RecordingSet, draft_ms: float | None, methods: str | None, **conditions: Any) -> Any:
     from paceline.bench.grid import Grid, run_grid
     from paceline.bench.link import LinkModel
     from paceline.bench.methods import method_names
 
-    draft_time = draft_time_of(recordings)
-    if draft_ms is not None:
-        draft_time = DraftTime(draft_ms / 1e3, draft_time.per_row_s)
+    draft_time = _draft_time(recordings, draft_ms)
     names = method_names(methods)
     link = LinkModel(**conditions.pop("link"))
     grid = Grid(recordings, methods=names, link=link, draft_time=draft_time, **conditions)

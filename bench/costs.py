@@ -1,7 +1,7 @@
 """What virtual time costs: the server's step-time model t(n) = a + b n, and what a draft model's call takes.
 
-Where many generations share a server, a step also reads the KV of each one's context: t(n, c) = a + b n + k c for c tokens
-of context in all. The grid leaves that out (k c is small for one generation), the capacity search does not.
+Where many generations share a server, a step also reads the KV of each one's context: t(n, c) = a + b n + k c for c
+tokens of context in all. The grid leaves that out (k c is small for one generation), the capacity search does not.
 
 Presets are roofline estimates from published figures, named with their source, so that two people mean the same by
 "8b-h100". ``--calibrate`` measures the embedded pair on this machine instead.

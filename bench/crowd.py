@@ -168,7 +168,9 @@ def run_crowd(workload: Workload, arrivals_per_s: float, method: Method) -> Crow
     served: list[Served] = []
     num_running = 0
     area = last = 0.0
-    limit = _CROWDED * arrivals_per_s * workload.output_len * workload.plain_step_s(arrivals_per_s) + 2 * _LEAST_REQUESTS
+    limit = (
+        _CROWDED * arrivals_per_s * workload.output_len * workload.plain_step_s(arrivals_per_s) + 2 * _LEAST_REQUESTS
+    )
     is_keeping_up = True
 
     def count(change: int) -> None:

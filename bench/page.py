@@ -17,7 +17,7 @@ from paceline.shared.errors import UsageError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_STYLE = """
+STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 72rem; padding: 0 1rem; color: #222; }
 table { border-collapse: collapse; font-size: 13px; } th, td { padding: 2px 10px; text-align: right; }
 th { border-bottom: 1px solid #888; } td.name, th.name { text-align: left; } tr.ours { font-weight: 600; }
@@ -60,7 +60,8 @@ def write_plot(path: Path, results: Results, about: Mapping[str, Any]) -> list[P
     return [path, second]
 
 
-def _svg(figure: Figure) -> str:
+def svg(figure: Figure) -> str:
+    """The picture as markup for a page."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg")
     return buffer.getvalue().partition("<svg")[2].join(("<svg", ""))
@@ -76,8 +77,8 @@ def page(results: Results, about: Mapping[str, Any]) -> str:
     caveats = "".join(f"<li>{html.escape(str(line))}</li>" for line in about.get("caveats", ()))
     return (
         "<!doctype html><html lang='en'><meta charset='utf-8'><title>paceline bench</title>"
-        f"<style>{_STYLE}</style><h1>paceline bench</h1><ul>{caveats}</ul>"
-        f"{_svg(overview(results))}<h2>Where the time goes</h2>{_svg(timeline(results))}"
+        f"<style>{STYLE}</style><h1>paceline bench</h1><ul>{caveats}</ul>"
+        f"{svg(overview(results))}<h2>Where the time goes</h2>{svg(timeline(results))}"
         f"<h2>Figures</h2>{_table(results.rows)}<h2>Conditions</h2><ul>{facts}</ul></html>\n"
     )
 

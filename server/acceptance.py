@@ -121,9 +121,13 @@ class NodeBudget:
         """Nodes that a step with a full budget accepts on average."""
         return self.acceptance.expected(self.current)
 
+    def paying(self, min_rate: float) -> int:
+        """How many nodes pay at that acceptance."""
+        return self.acceptance.paying_nodes(max(min_rate, MIN_RATE), self._max_nodes)
+
     def update(self, min_rate: float) -> int:
         """The budget for the next step, given the acceptance at which one more node pays its time."""
-        paying = self.acceptance.paying_nodes(max(min_rate, MIN_RATE), self._max_nodes)
+        paying = self.paying(min_rate)
         self._idle_steps = 0 if paying else self._idle_steps + 1
         if self.is_probing:
             paying = min(PROBE_NODES, self._max_nodes)

@@ -8,7 +8,7 @@ Three drivers use it: the engine thread (``driver``), the tests, and the simulat
 ``next_step`` and ``finish`` frames may be fed and generations cancelled. What is wrong with one generation ends that
 one with a ``Fault``; the engine and the others go on.
 
-Not here: how tokens are chosen (``choose``), how rows are shared out (``scheduler``), what a frame means
+Not here: how tokens are chosen (``choose``), how rows are shared out (``load``, ``scheduler``), what a frame means
 (``livetree``), who holds KV (``roster``).
 """
 
@@ -24,12 +24,13 @@ from paceline.server.acceptance import NodeBudget
 from paceline.server.choose import Choice, Request, choose
 from paceline.server.counters import EngineCounters
 from paceline.server.generation import Generation, OutputRules
+from paceline.server.load import shares
 from paceline.server.overload import overloaded
 from paceline.server.participant import Key, Participant
 from paceline.server.patience import Patience
 from paceline.server.plan import Part, StepPlan, Wake
 from paceline.server.roster import Roster
-from paceline.server.scheduler import Candidate, Share, StepLimits, min_rate, schedule
+from paceline.server.scheduler import Share, StepLimits
 from paceline.server.steptime import StepTimeModel
 from paceline.server.target import Target
 from paceline.shared.detokenize import Decode
@@ -163,7 +164,8 @@ class Engine:
             participants, wake = self._runnable(now)
             if not participants:
                 return None if wake is None else Wake(wake)
-            parts = self._reserve(participants, self._shares(participants))
+            wanted = shares(participants, self.settings.step_limits, self.step_times.current)
+            parts = self._reserve(participants, wanted)
             if parts:
                 self._in_flight = StepPlan.of(parts, now)
                 self._roster.take_off()
@@ -230,18 +232,6 @@ class Engine:
         if len(held) == self.num_running:
             return [], min(held.values(), default=None)
         return [one for one in self._roster.running if one.key not in held or not one.patience.is_strict], None
-
-    def _shares(self, participants: Sequence[Participant]) -> list[Share]:
-        decoding = [one for one in participants if one.num_missing == 1]
-        drafting = [one for one in decoding if one.has_nodes]
-        accepted = sum(one.budget.expected for one in drafting)
-        rows = len(participants) + sum(min(len(one.generation.live), one.budget.current) for one in drafting)
-        rate = min_rate(self.step_times.current, max(len(decoding), 1), accepted, rows)
-        candidates = [
-            Candidate(one.num_missing, len(one.generation.live), one.budget.update(rate), one.num_verified)
-            for one in participants
-        ]
-        return schedule(candidates, self.settings.step_limits, self.step_times.current)
 
     def _reserve(self, participants: Sequence[Participant], shares: Sequence[Share]) -> list[Part]:
         """Takes KV room for everybody's rows, most senior first."""

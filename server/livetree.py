@@ -66,6 +66,10 @@ class Growth:
     accepted: list[int] = field(default_factory=list)
 
 
+_NOTHING = LaidOut((), TokenTree.empty(), {})
+"""Shared by all steps without nodes, which are most steps of a loaded server."""
+
+
 class LiveTree:
     """See the module's text.
 
@@ -172,6 +176,8 @@ class LiveTree:
 
         Arrival order is the drafters' own ranking, and does not depend on drawn tokens (which mss must not look at).
         """
+        if not (self._nodes and max_nodes) and not self._root_proposals:
+            return _NOTHING
         chosen: list[LiveNode] = []
         index: dict[int, int] = {ANCHOR_ID: ANCHOR}
         for node in self._nodes.values():

@@ -9,7 +9,8 @@ fill. Rows go, in this order, to
     3. prefill        chunks of prompts, oldest first, each younger one a few rows; so long that a step stays short
 
 Budgets: one more node pays while its chance to be accepted is higher than the tokens that the whole step would commit
-in the time that the node's row takes (``min_rate``). So trees shrink as generations join, and grow as they leave.
+in the time that the node's row takes (``min_rate``). So trees shrink as generations join, and grow as they leave. How
+many rows all nodes of a shared step may take together is a matter of its own (``load``).
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ from paceline.shared.messages import StepTime
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """max_rows: packed rows per step. prefill_step_s: how long prefill may make a step in which others decode; twice
-    that if nobody does: whoever opens meanwhile waits for its end, but short chunks cost a lone prompt up to a fifth of
-    its time. min_chunk: rows that prefill has at least, so that it ends.
+    """max_rows: packed rows per step. min_chunk: rows that prefill has at least, so that it ends.
+
+    prefill_step_s: how long prefill may make a step in which others decode, but no longer than twice what the step
+    takes without it; twice that if nobody decodes: whoever opens meanwhile waits for its end, but short chunks cost a
+    lone prompt up to a fifth of its time.
     """
 
     max_rows: int = 1024
@@ -59,8 +62,13 @@ def min_rate(step_time: StepTime, num_generations: int, accepted_per_step: float
     return step_time.per_row_s * tokens / max(step_time.at(num_rows), 1e-9)
 
 
-def schedule(candidates: Sequence[Candidate], limits: StepLimits, step_time: StepTime) -> list[Share]:
-    """One share for each candidate, in their order; at least one token in all if there is a candidate."""
+def schedule(
+    candidates: Sequence[Candidate], limits: StepLimits, step_time: StepTime, max_nodes: int | None = None
+) -> list[Share]:
+    """One share for each candidate, in their order; at least one token in all if there is a candidate.
+
+    max_nodes: for all of them together, None for as many as there are rows.
+    """
     num_tokens = [0] * len(candidates)
     rows_left = limits.max_rows
     decoding = [i for i, candidate in enumerate(candidates) if candidate.num_missing == 1]
@@ -68,10 +76,12 @@ def schedule(candidates: Sequence[Candidate], limits: StepLimits, step_time: Ste
     for index in sorted(decoding, key=lambda i: candidates[i].num_verified)[:rows_left]:
         num_tokens[index] = 1
         rows_left -= 1
-    num_nodes = _share_nodes(candidates, [index for index in decoding if num_tokens[index]], rows_left)
+    node_rows = rows_left if max_nodes is None else min(rows_left, max_nodes)
+    num_nodes = _share_nodes(candidates, [index for index in decoding if num_tokens[index]], node_rows)
     rows_left -= sum(num_nodes)
+    nodes_left = node_rows - sum(num_nodes)
     prefilling = [i for i, candidate in enumerate(candidates) if candidate.num_missing > 1]
-    seconds_left = limits.prefill_step_s * (1 if decoding else 2) - step_time.at(limits.max_rows - rows_left)
+    seconds_left = _prefill_seconds(limits, step_time, limits.max_rows - rows_left, is_shared=bool(decoding))
     prefill_left = min(rows_left, max(int(seconds_left / max(step_time.per_row_s, 1e-9)), limits.min_chunk))
     kept = sum(min(candidates[index].num_missing, limits.min_chunk) for index in prefilling)
     for index in prefilling:
@@ -83,9 +93,18 @@ def schedule(candidates: Sequence[Candidate], limits: StepLimits, step_time: Ste
         num_tokens[index] = min(candidate.num_missing, own)
         prefill_left -= num_tokens[index]
         if num_tokens[index] == candidate.num_missing:
-            num_nodes[index] = min(candidate.num_live, candidate.max_nodes, prefill_left)
+            num_nodes[index] = min(candidate.num_live, candidate.max_nodes, prefill_left, nodes_left)
             prefill_left -= num_nodes[index]
+            nodes_left -= num_nodes[index]
     return [Share(tokens, nodes) for tokens, nodes in zip(num_tokens, num_nodes, strict=True)]
+
+
+def _prefill_seconds(limits: StepLimits, step_time: StepTime, num_rows: int, *, is_shared: bool) -> float:
+    """How much longer prefill may make a step of that many rows."""
+    seconds = step_time.at(num_rows)
+    if not is_shared:
+        return 2 * limits.prefill_step_s - seconds
+    return min(limits.prefill_step_s - seconds, seconds)
 
 
 def _share_nodes(candidates: Sequence[Candidate], indices: Sequence[int], rows_left: int) -> list[int]:

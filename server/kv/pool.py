@@ -162,6 +162,9 @@ class KVPool:
         ``base_len + len(rows)``; everything behind it is rolled back by that alone. Returns the bytes moved.
         """
         state = self._sequences[sequence]
+        if not rows or rows[-1] == len(rows) - 1:
+            state.length = base_len + len(rows)
+            return 0
         source = np.asarray(rows, np.int64)
         moved = np.flatnonzero(source != np.arange(len(source)))
         if len(moved):

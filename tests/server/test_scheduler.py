@@ -58,7 +58,23 @@ def test_prefill_keeps_steps_short_whether_others_decode_or_not(num_decoding: in
     assert all(share.num_tokens == 1 for share in shares[:num_decoding])
     rows = sum(share.num_tokens for share in shares)
     assert MODEL.at(rows) <= (0.08 if num_decoding else 0.16) + 1e-9
-    assert rows >= min(sum(prompts), 80)
+    assert rows >= min(sum(prompts), 60)
+
+
+@given(st.integers(1, 200), st.integers(2, 8000))
+def test_prefill_makes_a_shared_step_twice_as_long_at_most(num_decoding: int, prompt: int) -> None:
+    model = StepTime(0.0072, 0.00003)
+    group = [Candidate(1, 0, 0, 0)] * num_decoding + [Candidate(prompt, 0, 0, 0)]
+    rows = sum(share.num_tokens for share in schedule(group, StepLimits(), model))
+    assert model.at(rows) <= 2 * model.at(num_decoding) + 1e-9
+    assert rows >= num_decoding + min(prompt, 200)
+
+
+def test_nodes_of_all_generations_together_keep_a_bound() -> None:
+    group = [Candidate(1, 50, 50, 0), Candidate(20, 50, 50, 0), Candidate(1, 50, 50, 0)]
+    shares = schedule(group, StepLimits(), MODEL, 30)
+    assert sum(share.num_nodes for share in shares) == 30
+    assert all(share.num_nodes == 0 for share in schedule(group, StepLimits(), MODEL, 0))
 
 
 def test_prefill_fills_the_step_where_rows_are_cheap() -> None:
