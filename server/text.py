@@ -75,7 +75,8 @@ class TargetText:
         """
         self._check_len(text, max_tokens)
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=True).ids
-        return ids
+        first = self._special_ids.get(self._names.get("bos_token", ""))
+        return ids[1:] if first is not None and ids[:2] == [first, first] else ids  # spelled in the text and added
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]], max_tokens: int) -> list[int]:
         """Messages in the model's own chat format, up to where the answer begins.

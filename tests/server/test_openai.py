@@ -46,6 +46,13 @@ async def test_whole_and_streamed_answers_are_the_targets_text(serve: Any, byte_
         assert whole["timings"]["draft_n"] == 0
         response, chunks = await stream_of(client, "/v1/completions", COMPLETION)
         assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == expected
+        assert not any("usage" in chunk for chunk in chunks)
+        counted = {**COMPLETION, "stream_options": {"include_usage": True}}
+        _, chunks = await stream_of(client, "/v1/completions", counted)
+        assert chunks[-1]["choices"] == []
+        for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
+            assert chunks[-1]["usage"][name] == whole["usage"][name]
+        assert all(chunk["usage"] is None for chunk in chunks[:-1])
         assert response.headers["x-accel-buffering"] == "no"
         assert response.headers["cache-control"] == "no-cache"
         assert response.headers["x-request-id"].startswith("req-")
@@ -173,6 +180,7 @@ GOOD_BODIES = [
     {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]},
     {"messages": [{"role": "developer", "content": "be brief"}, {"role": "user", "content": "a"}]},
     {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": None}]},
+    {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": []}]},
     {**CHAT, "max_tokens": None, "max_completion_tokens": 3, "stop": None, "seed": None, "logit_bias": None, "n": None},
     {**CHAT, "tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "user": "x", "store": False},
     {**CHAT, "nonsense": 1, "seed": -5},
