@@ -32,14 +32,18 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = stock.in_features, stock.out_features
         self.weight, self.bias = stock.weight, stock.bias
-        weight = stock.weight.detach()
+        weight = stock.weight.detach().contiguous()
+        self._transposed = stock.weight.detach().t()
+        self._max_stock_rows = _STOCK_MAX_ROWS if stock.weight.is_contiguous() else 1
         self._mkl = torch.ops.mkl._mkl_reorder_linear_weight(weight, _MKL_PACK_ROWS)
         self._onednn = torch.ops.mkldnn._reorder_linear_weight(weight, _ONEDNN_PACK_ROWS)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """rows: float32[..., in_features] -> float32[..., out_features]."""
         num_rows = rows.numel() // self.in_features
-        if num_rows <= _STOCK_MAX_ROWS:
+        if num_rows == 1 and self.bias is None:
+            return torch.mm(rows.view(1, self.in_features), self._transposed).view(*rows.shape[:-1], self.out_features)
+        if num_rows <= self._max_stock_rows:
             return linear(rows, self.weight, self.bias)
         if num_rows <= _MKL_MAX_ROWS:
             packed: torch.Tensor = torch.ops.mkl._mkl_linear(rows, self._mkl, self.weight, self.bias, num_rows)

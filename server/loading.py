@@ -20,6 +20,7 @@ from paceline.server.attention.probe import Geometry, check_config, read_geometr
 from paceline.server.attention.registry import INTERFACE_NAME, make_backend, register_interface
 from paceline.server.batch import Batch, Segment
 from paceline.server.fingerprint import fingerprint
+from paceline.server.fusion import fuse_layers
 from paceline.server.gguf import unpack_gguf
 from paceline.server.kv.pool import KVPool
 from paceline.server.linear import pack_linears
@@ -32,7 +33,7 @@ BLOCK_SIZE = 16
 """Slots in a KV block."""
 
 _CPU_KV_SHARE, _CPU_KV_MAX = 0.25, 2 << 30
-_CPU_PACK_SHARE = 0.25
+_CPU_FUSE_SHARE, _CPU_PACK_SHARE = 0.25, 0.25
 _CUDA_KV_SHARE = 0.85
 _MAX_ERROR, _MIN_LIKENESS = 5e-3, 0.9
 
@@ -104,10 +105,11 @@ def make_target(
     reference = _plain_logits(model, tokens)
     model.set_attn_implementation(INTERFACE_NAME)
     geometry = read_geometry(model)
-    if model.device.type == "cpu" and options.quantize is None:
-        pack_linears(model, max_bytes=int(_available_memory() * _CPU_PACK_SHARE))
     backend = make_backend(options.attention, model.device)
     info = _target_info(model, name, folder, options.max_context)
+    if model.device.type == "cpu" and options.quantize is None:
+        fuse_layers(model, max_bytes=int(_available_memory() * _CPU_FUSE_SHARE))
+        pack_linears(model, max_bytes=int(_available_memory() * _CPU_PACK_SHARE))
     target = HFTarget(model, info, _make_pool(model, geometry, options.kv_memory), backend)
     _check_tree(target, tokens, reference)
     return target
