@@ -123,7 +123,6 @@ def run_capacity(
         guesses = dict.fromkeys(near, 0.6)
         for slo in sorted(slos):
             slo_s = slo * step_s
-            progress(f"{step}, p95 at most {slo:g} steps")
             first = alone.capacity(slo_s, 0.7 * workload.plain_rate(slo_s))
             second = ours.capacity(slo_s, first[0])
             shaped: dict[str, tuple[float, Crowd]] = {}
@@ -132,9 +131,10 @@ def run_capacity(
                 guesses[name] = shaped[name][0] / first[0] if shaped[name][0] else guesses[name]
             best = max(shaped, key=lambda name: shaped[name][0])
             found = {"server-alone": (first, ""), "paceline": (second, ""), "colocated": (shaped[best], best)}
-            rows.extend(
-                _rows(step, slo, {name: (rate, crowd, shape) for name, ((rate, crowd), shape) in found.items()})
-            )
+            fresh = _rows(step, slo, {name: (rate, crowd, shape) for name, ((rate, crowd), shape) in found.items()})
+            rows.extend(fresh)
+            served = ", ".join(f"{row.method} {row.clients}" for row in fresh)
+            progress(f"{step}, p95 at most {slo:g} steps: {served} clients")
     return rows
 
 

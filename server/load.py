@@ -49,6 +49,14 @@ def fitting_rate(budgets: Sequence[NodeBudget], min_rate: float, max_nodes: int 
     return rate
 
 
+def _set_budget(budget: NodeBudget, rate: float, max_nodes: int | None) -> int:
+    """No room says nothing about the drafts, so there is nothing to find out by probing either."""
+    if max_nodes == 0:
+        budget.current = 0
+        return 0
+    return budget.update(rate)
+
+
 def shares(participants: Sequence[Participant], limits: StepLimits, step_time: StepTime) -> list[Share]:
     """Sets everybody's node budget and says what each gets of the next step."""
     decoding = [one for one in participants if one.num_missing == 1]
@@ -59,7 +67,7 @@ def shares(participants: Sequence[Participant], limits: StepLimits, step_time: S
     room = node_rows(step_time, len(participants), len(participants))
     rate = fitting_rate([one.budget for one in drafting], rate, room)
     candidates = [
-        Candidate(one.num_missing, len(one.generation.live), one.budget.update(rate), one.num_verified)
+        Candidate(one.num_missing, len(one.generation.live), _set_budget(one.budget, rate, room), one.num_verified)
         for one in participants
     ]
     num_missing = min(sum(one.num_missing for one in participants), limits.max_rows)

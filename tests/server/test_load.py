@@ -44,7 +44,7 @@ def test_the_likeliest_nodes_stay_when_budgets_must_fit() -> None:
         good.observe(range(16), [0, 1, 2, 3])
         bad.observe(range(16), [0])
     rate = fitting_rate([good, bad], 0.02, 5)
-    assert 2 <= good.paying(rate) <= 4
-    assert bad.paying(rate) == 1
+    assert 2 <= good.paying(rate) <= 5
+    assert bad.paying(rate) <= 2
     assert fitting_rate([good, bad], 0.02, None) == 0.02
     assert good.paying(fitting_rate([good, bad], 0.02, 0)) == 0
