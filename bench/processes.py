@@ -21,7 +21,9 @@ import httpx
 
 from paceline.shared.errors import LinkError
 
-READY_TIMEOUT_S = 180.0
+READY_TIMEOUT_S = 300.0
+SERVE = ("paceline.shared.cli", "serve", "--log-level", "warning")
+WHOLE_TREES = ("paceline.bench.whole_tree_server",)
 _POLL_S = 0.1
 _STOP_TIMEOUT_S = 10.0
 _TAIL_LINES = 5
@@ -79,12 +81,14 @@ def last_words(log: IO[bytes]) -> str:
 
 
 class ServerProcess:
-    """``paceline serve`` on a free port; ready when ``start`` returns, gone when the context ends."""
+    """``paceline serve`` on a free port; ready when ``start`` returns, gone when the context ends.
 
-    def __init__(self, model: str, cores: Cores, extra: Sequence[str] = ()) -> None:
+    program: what to run instead; it takes ``--model`` and ``--port``.
+    """
+
+    def __init__(self, model: str, cores: Cores, extra: Sequence[str] = (), program: Sequence[str] = SERVE) -> None:
         self.port = free_port()
-        self._command = [sys.executable, "-m", "paceline.shared.cli", "serve", "--model", model]
-        self._command += ["--port", str(self.port), "--log-level", "warning", *extra]
+        self._command = [sys.executable, "-m", *program, "--model", model, "--port", str(self.port), *extra]
         self._cores = cores
         self._log: IO[bytes] | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -139,10 +143,13 @@ class ServerProcess:
         return "" if self._log is None else last_words(self._log)
 
     def kill(self) -> None:
-        """End it at once, as a crash would."""
+        """End it at once, as a crash would. It may be started again."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
+        if self._log is not None:
+            self._log.close()
+            self._log = None
 
     def stop(self) -> None:
         """Ask it to end, and make it end."""

@@ -16,7 +16,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,11 +25,11 @@ import numpy as np
 from paceline.bench.baselines.shapes import Shape
 from paceline.bench.measured import RealAnswer
 from paceline.bench.methods import BEST_FIRST, CHAINS, TREES
-from paceline.bench.processes import Cores, ServerProcess, WorkerProcess, divide_cores, pin
+from paceline.bench.processes import SERVE, WHOLE_TREES, Cores, ServerProcess, WorkerProcess, divide_cores, pin
 from paceline.bench.prompts import SHIPPED, load_prompts
 from paceline.bench.recording import RecordingSet
 from paceline.bench.relay import Relay, RelaySettings
-from paceline.bench.worker import PING_S
+from paceline.bench.worker import PING_S, WAITING
 from paceline.models.catalogue import find_target
 from paceline.shared.errors import ParameterError
 from paceline.shared.messages import StepTime
@@ -38,6 +38,7 @@ METHODS = ("server-alone", "chain", "tree", "specedge", "paceline")
 BASELINE_SHAPES: dict[str, Sequence[Shape]] = {"chain": CHAINS, "tree": TREES, "specedge": BEST_FIRST}
 _NUM_DEFAULT_PROMPTS = 4
 _NUM_REHEARSED = 2
+_WARM_TOKENS = 3
 _FIRST_SHAPES = {"chain": "chain-4", "tree": "<3,2,1,1>", "specedge": "best-16x6"}
 Progress = Callable[[str], None]
 
@@ -64,6 +65,7 @@ class RealRun:
     cores: Cores
     step_time: StepTime = field(default_factory=lambda: StepTime(0.0, 0.0))
     max_context: int = 0
+    bundle: Path | None = None
     rehearsal: dict[str, list[RealAnswer]] = field(default_factory=dict)
     recordings: RecordingSet = field(default_factory=lambda: RecordingSet((), {}))
     shapes: dict[tuple[float, str], Shape] = field(default_factory=dict)
@@ -106,31 +108,34 @@ def run_real(plan: RealPlan, progress: Progress) -> RealRun:
         chosen = chosen[:_NUM_DEFAULT_PROMPTS]
     run = RealRun(plan, [one.tolist() for one in prompt_ids(folder, chosen)], divide_cores())
     pin(run.cores.client)
-    with (
-        ServerProcess(plan.model, run.cores) as server,
-        relay_to(server.port, RelaySettings()) as relay,
-        WorkerProcess(run.cores) as worker,
-    ):
-        _Stage(run, relay, worker, progress).play()
+    with ExitStack() as stack:
+        # Baselines have a server of their own, see ``whole_tree_server``; while one serves the other sleeps.
+        programs = [SERVE, WHOLE_TREES] if set(plan.methods) & set(WAITING) else [SERVE]
+        servers = [stack.enter_context(ServerProcess(plan.model, run.cores, program=one)) for one in programs]
+        relays = [stack.enter_context(relay_to(server.port, RelaySettings())) for server in servers]
+        worker = stack.enter_context(WorkerProcess(run.cores))
+        _Stage(run, relays, worker, progress).play()
     return run
 
 
 class _Stage:
     """One run, with everything that it needs open."""
 
-    def __init__(self, run: RealRun, relay: Relay, worker: WorkerProcess, progress: Progress) -> None:
-        self._run, self._relay, self._worker, self._progress = run, relay, worker, progress
+    def __init__(self, run: RealRun, relays: Sequence[Relay], worker: WorkerProcess, progress: Progress) -> None:
+        self._run, self._relays, self._worker, self._progress = run, relays, worker, progress
 
     def play(self) -> None:
         run, plan = self._run, self._run.plan
         opening = {
-            "url": f"http://127.0.0.1:{self._relay.port}",
+            "url": f"http://127.0.0.1:{self._relays[0].port}",
+            "waiting_url": f"http://127.0.0.1:{self._relays[-1].port}",
             "num_clients": plan.clients,
             "methods": list(plan.methods),
         }
         welcome = self._worker.ask(opening)
         run.step_time = StepTime(welcome["step_base_s"], welcome["step_per_row_s"])
         run.max_context = welcome["max_context"]
+        run.bundle = None if welcome["bundle"] is None else Path(welcome["bundle"])
         self._rehearse()
         self._choose()
         self._measure()
@@ -140,9 +145,12 @@ class _Stage:
         self._progress("rehearsing: every prompt once")
         run.rehearsal["server-alone"] = self._ask("server-alone", run.prompts, plan.max_tokens)
         for method in plan.methods[1:]:
-            run.rehearsal[method] = self._ask(
-                method, run.prompts[:_NUM_REHEARSED], plan.max_tokens, _FIRST_SHAPES.get(method, "")
-            )
+            shape = _FIRST_SHAPES.get(method, "")
+            run.rehearsal[method] = self._ask(method, run.prompts[:_NUM_REHEARSED], plan.max_tokens, shape)
+        if set(plan.methods) & set(WAITING):
+            # The other server has prompts to read too.
+            method = next(name for name in plan.methods if name in WAITING)
+            self._ask(method, run.prompts, _WARM_TOKENS, _FIRST_SHAPES[method])
         run.recordings = record_answers(run)
 
     def _choose(self) -> None:
@@ -163,8 +171,9 @@ class _Stage:
         for turn, begin in enumerate(range(0, len(run.prompts), step)):
             for rtt_ms in plan.rtts_ms:
                 settings = RelaySettings(rtt_ms / 1e3, plan.jitter_share * rtt_ms / 1e3)
-                if settings != self._relay.settings:
-                    self._relay.settings = settings
+                if settings != self._relays[0].settings:
+                    for relay in self._relays:
+                        relay.settings = settings
                     # Long enough for every connection to have seen a ping come back over the new delay.
                     time.sleep(1.5 * PING_S + rtt_ms / 1e3)
                 shift = turn % len(plan.methods)
@@ -193,7 +202,6 @@ def record_answers(run: RealRun) -> RecordingSet:
     from paceline.bench.recorder import WIDTH, add_answers
     from paceline.bench.recording import Recording, Rows
     from paceline.client.drafting.onnx_ssm import OnnxDrafter
-    from paceline.models.catalogue import find_bundle
     from paceline.models.manifest import load_manifest
 
     nothing = Rows(np.zeros((0, WIDTH), np.int32), np.zeros((0, WIDTH), np.float32))
@@ -206,10 +214,12 @@ def record_answers(run: RealRun) -> RecordingSet:
         )
         for prompt, answer in zip(run.prompts, run.rehearsal["server-alone"], strict=True)
     ]
-    bundle = find_bundle(run.plan.model)
-    entry = load_manifest(bundle).drafters[0]
-    drafter = OnnxDrafter(bundle / entry.file, max_context=entry.context_len, threads=1)
+    recordings = RecordingSet(tuple(texts), {"pair": run.plan.model})
+    if run.bundle is None:
+        return recordings
+    entry = load_manifest(run.bundle).drafters[0]
+    drafter = OnnxDrafter(run.bundle / entry.file, max_context=entry.context_len, threads=1)
     try:
-        return add_answers(RecordingSet(tuple(texts), {"pair": run.plan.model}), drafter)
+        return add_answers(recordings, drafter)
     finally:
         drafter.close()

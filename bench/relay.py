@@ -55,6 +55,7 @@ class Relay:
         self.counters = RelayCounters()
         self._random = random.Random(settings.seed)
         self._server: asyncio.Server | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._links: set[_Link] = set()
 
     @property
@@ -66,6 +67,7 @@ class Relay:
 
     async def start(self, port: int = 0) -> None:
         """Listen on a port of the loopback interface, 0 for any free one."""
+        self._loop = asyncio.get_running_loop()
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", port)
 
     def drop_all(self) -> int:
@@ -75,6 +77,11 @@ class Relay:
             link.abort()
         self.counters.num_dropped += len(links)
         return len(links)
+
+    def drop_all_soon(self) -> None:
+        """The same, from any thread."""
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self.drop_all)
 
     async def stop(self) -> None:
         """Stop listening and cut what is left."""

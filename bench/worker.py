@@ -45,9 +45,10 @@ PING_S = 0.4
 
 @dataclass
 class Worker:
-    """Everything that stays open between jobs."""
+    """Everything that stays open between jobs. url, waiting_url: of our server and the baselines."""
 
     url: str
+    waiting_url: str
     num_clients: int
     compression: bool = False
     clients: dict[str, list[Client]] = field(default_factory=dict)
@@ -69,7 +70,9 @@ class Worker:
             for _ in range(self.num_clients):
                 self.waiting.append(await self._waiting_client())
         welcome = next(iter(self.clients.values()))[0].welcome
+        bundle = find_local_bundle(welcome)
         return {
+            "bundle": None if bundle is None else str(bundle.folder),
             "step_base_s": welcome.step_time.base_s,
             "step_per_row_s": welcome.step_time.per_row_s,
             "max_context": welcome.limits.max_context,
@@ -80,9 +83,8 @@ class Worker:
         return await Client(self.url, drafter=drafter, settings=self.settings).__aenter__()
 
     async def _waiting_client(self) -> RealWaitingClient:
-        link = await Link.connect(
-            parse_address(self.url), Hello(PROTOCOL_VERSION, "paceline"), None, self.settings.link
-        )
+        address = parse_address(self.waiting_url)
+        link = await Link.connect(address, Hello(PROTOCOL_VERSION, "paceline"), None, self.settings.link)
         bundle = find_local_bundle(link.welcome)
         if bundle is None:
             raise ModelError(f"no draft model for {link.welcome.model!r} here: the baselines need one")
