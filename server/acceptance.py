@@ -3,6 +3,10 @@
 The drafter's own ranking decides the order, so acceptance falls with the rank. Ranks are pooled in buckets that double:
 1, 2, 3-4, 5-8, and so on. What a node is worth follows from it: ``scheduler`` stops where the next one costs more time
 than it saves.
+
+Late ranks hit rarely, so a few unlucky steps say little about them. Each bucket starts from a share of what the one
+before it is worth, and takes evidence worth a hit or two to leave that. A drafter that is always wrong must not live on
+such hopes: how likely it is that the drafts are useless is kept apart (Bayes, from steps in which nothing came true).
 """
 
 from __future__ import annotations
@@ -10,20 +14,23 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-MEMORY = 0.95
-"""Weight of the past when a bucket sees one more step; about 20 steps count."""
-MIN_RATE = 0.01
+MEMORY = 0.98
+"""Weight of the past when a bucket sees one more step; about 50 steps count."""
+MIN_RATE = 0.005
 """A node that is accepted less often than this is not worth its bytes, however cheap the server's rows are."""
 PROBE_NODES = 4
 FIRST_PROBE_STEPS = 16
 MAX_PROBE_STEPS = 256
 RELAXATION = 0.05
-_PRIOR_STEPS = 2.0
 _NUM_BUCKETS = 12
-
-
-def _prior_rate(bucket: int) -> float:
-    return 0.5 / math.pow(2.0, 0.8 * bucket)
+_FIRST_RATE = 0.45
+_SHARE = 0.45
+"""What a rank of a bucket is worth, at first, in units of a rank of the bucket before."""
+_PRIOR_HITS = 1.0
+_FIRST_DOUBT = 0.15
+_LEAST_DOUBT = 0.01
+_LEAST_LUCK = 0.3
+"""How often good drafts come to nothing in a step at least."""
 
 
 def bucket_of(rank: int) -> int:
@@ -31,52 +38,66 @@ def bucket_of(rank: int) -> int:
     return min(rank.bit_length(), _NUM_BUCKETS - 1)
 
 
+def _width(bucket: int) -> int:
+    return 1 if bucket == 0 else 1 << (bucket - 1)
+
+
 class Acceptance:
-    """Decayed counts of judged and accepted nodes in each bucket, with a hopeful prior that two steps outweigh."""
+    """Decayed counts of judged and accepted nodes in each bucket, and the doubt that drafts are of any use."""
 
     def __init__(self) -> None:
-        self._judged = [_PRIOR_STEPS * max(1, 1 << max(bucket - 1, 0)) for bucket in range(_NUM_BUCKETS)]
-        self._accepted = [judged * _prior_rate(bucket) for bucket, judged in enumerate(self._judged)]
-        self._seen = [False] * _NUM_BUCKETS
-        self._best = 1.0
+        self._judged = [0.0] * _NUM_BUCKETS
+        self._accepted = [0.0] * _NUM_BUCKETS
+        self._doubt = _FIRST_DOUBT
+        self._rates = [0.0] * _NUM_BUCKETS
+        self._refresh()
 
     def rate(self, rank: int) -> float:
         """The chance that the node of this rank is accepted."""
         return self._rate(bucket_of(rank))
 
-    def _relax(self, bucket: int) -> None:
-        """Ranks that nobody tried lately drift back to what the prior says, so that they get another chance."""
-        prior = _PRIOR_STEPS * max(1, 1 << max(bucket - 1, 0))
-        rate = min(_prior_rate(bucket), self._best)
-        self._judged[bucket] += RELAXATION * (prior - self._judged[bucket])
-        self._accepted[bucket] += RELAXATION * (prior * rate - self._accepted[bucket])
-
     def _rate(self, bucket: int) -> float:
-        """Of ranks never judged so far: what the prior says, but no more than the best of those that were."""
-        rate: float = self._accepted[bucket] / self._judged[bucket]
-        return rate if self._seen[bucket] else min(rate, self._best)
+        return (1.0 - self._doubt) * self._rates[bucket]
+
+    def _refresh(self) -> None:
+        """The rates if drafts are of use: counts, shrunk towards what the buckets before promise."""
+        hope = _FIRST_RATE
+        for bucket in range(_NUM_BUCKETS):
+            prior_trials = _PRIOR_HITS / max(hope, 1e-6)
+            rate = (self._accepted[bucket] + _PRIOR_HITS) / (self._judged[bucket] + prior_trials)
+            self._rates[bucket] = min(rate, 1.0)
+            hope = _SHARE * max(rate, hope if bucket else rate)
 
     def observe(self, judged_ranks: Sequence[int], accepted_ranks: Sequence[int]) -> None:
         """Learns from the nodes whose fate one step decided, scored or not: those on the path and those that died."""
+        if not judged_ranks:
+            return
         judged, hits = [0] * _NUM_BUCKETS, [0] * _NUM_BUCKETS
         for rank in judged_ranks:
             judged[bucket_of(rank)] += 1
         for rank in accepted_ranks:
             hits[bucket_of(rank)] += 1
+        self._doubt_or_trust(judged, bool(accepted_ranks))
         for bucket in range(_NUM_BUCKETS):
-            if judged[bucket]:
-                self._judged[bucket] = MEMORY * self._judged[bucket] + judged[bucket]
-                self._accepted[bucket] = MEMORY * self._accepted[bucket] + hits[bucket]
-                self._seen[bucket] = True
-            elif self._seen[bucket]:
-                self._relax(bucket)
-        self._best = max((self._rate(bucket) for bucket in range(_NUM_BUCKETS) if self._seen[bucket]), default=1.0)
+            # Ranks that nobody tried lately drift back to what the others promise: they get another chance.
+            memory = MEMORY if judged[bucket] else 1.0 - RELAXATION
+            self._judged[bucket] = memory * self._judged[bucket] + judged[bucket]
+            self._accepted[bucket] = memory * self._accepted[bucket] + hits[bucket]
+        self._refresh()
+
+    def _doubt_or_trust(self, judged: Sequence[int], has_hit: bool) -> None:
+        if has_hit:
+            self._doubt = _LEAST_DOUBT
+            return
+        promised = sum(count * rate for count, rate in zip(judged, self._rates, strict=True))
+        luck = max(_LEAST_LUCK, math.exp(-promised))
+        self._doubt = self._doubt / (self._doubt + (1.0 - self._doubt) * luck)
 
     def expected(self, num_nodes: int) -> float:
         """How many of the first ``num_nodes`` nodes are accepted on average."""
         total, first = 0.0, 0
         for bucket in range(_NUM_BUCKETS):
-            width = min(1 if bucket == 0 else 1 << (bucket - 1), num_nodes - first)
+            width = min(_width(bucket), num_nodes - first)
             if width <= 0:
                 break
             total += width * self._rate(bucket)
@@ -87,7 +108,7 @@ class Acceptance:
         """How many nodes, in order, to score so that those accepted outweigh all rows at ``min_rate`` each the most."""
         best, best_count, total, count = 0.0, 0, 0.0, 0
         for bucket in range(_NUM_BUCKETS):
-            width = min(1 if bucket == 0 else 1 << (bucket - 1), max_nodes - count)
+            width = min(_width(bucket), max_nodes - count)
             if width <= 0:
                 break
             total += width * (self._rate(bucket) - min_rate)

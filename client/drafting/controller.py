@@ -21,9 +21,9 @@ from paceline.client.drafting.policy import CallCost, Conditions
 from paceline.shared.messages import Commit, Limits, StepTime
 
 _SMOOTH = 0.9
-_FIRST_NODES = 12
+_FIRST_NODES = 64
 """Nodes that may be live before the first commits tell what they are worth."""
-_SPARE = 3.0
+_SPARE = 8.0
 """Nodes sent for each one that the server would score: those that die before their step cost it nothing."""
 _TRIAL_COMMITS = 8
 _PROVEN_COMMITS = 48
@@ -169,8 +169,14 @@ class Controller:
 
     @property
     def probes(self) -> bool:
-        """Whether, while off, the drafter should look at the present anchor."""
-        return self._num_commits % self._duty == 0
+        """Whether, while nothing is sent, the drafter should look at the present anchor."""
+        duty = _MAX_DUTY if self._is_unwanted else self._duty
+        return self._num_commits % duty == 0
+
+    @property
+    def _is_unwanted(self) -> bool:
+        """Whether the server takes no nodes now: it is busy, or ours were wrong."""
+        return self._node_budget == 0
 
     def conditions(self, max_depth: int, drafter: int = 0) -> Conditions:
         """The conditions of this moment. max_depth: what remaining output and context allow."""
@@ -189,7 +195,7 @@ class Controller:
             follow=min(max(self._follow.value, 0.05), 0.95),
             max_depth=max(0, min(max_depth, self._limits.max_depth)),
             max_nodes=nodes,
-            sends=self.is_on,
+            sends=self.is_on and not self._is_unwanted,
         )
 
     def explain(self) -> str:
