@@ -39,6 +39,7 @@ from paceline.client.text import ChatMessage, TextCodec
 from paceline.client.trace import Trace
 from paceline.client.transport import Uplink
 from paceline.client.verifier import pick_verifier
+from paceline.models.catalogue import list_bundles
 from paceline.shared.detokenize import TextStream
 from paceline.shared.errors import BundleError, ContextError, LinkError, ModelError, ParameterError
 from paceline.shared.messages import PROTOCOL_VERSION, Hello, Welcome
@@ -165,6 +166,12 @@ class Client:
 
     def _load_drafters(self, welcome: Welcome, bundle: Bundle | None) -> tuple[Drafter, ...]:
         wanted = self._drafter_name
+        if wanted == AUTO and bundle is None and (others := list_bundles()):
+            _LOG.warning(
+                "no draft model for %r here, only for %s: drafting from the text alone",
+                welcome.model,
+                ", ".join(others),
+            )
         try:
             return choose_drafters(wanted, welcome, lambda: bundle, self.settings.draft_threads)
         except BundleError as error:

@@ -86,8 +86,9 @@ examples:
 
 
 def _run(coroutine: Coroutine[Any, Any, Result], verbose: bool) -> Result:
-    level = logging.INFO if verbose else logging.ERROR
-    logging.basicConfig(level=level, stream=sys.stderr, format="%(message)s")
+    logging.basicConfig(level=logging.INFO if verbose else logging.ERROR, stream=sys.stderr, format="%(message)s")
+    if not verbose:  # what the person should know of, but nothing of the libraries'
+        logging.getLogger("paceline").setLevel(logging.WARNING)
     return asyncio.run(coroutine)
 
 

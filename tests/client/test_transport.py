@@ -14,6 +14,7 @@ from paceline.client.address import ServerAddress, parse_address, parse_addresse
 from paceline.client.api import Client
 from paceline.client.history import forget
 from paceline.client.settings import make_settings
+from paceline.models.manifest import Manifest, TargetEntry, save_manifest
 from paceline.server.engine import Engine, EngineSettings
 from paceline.server.plan import StepPlan
 from paceline.server.scripted import ScriptedTarget, markov
@@ -364,3 +365,20 @@ def test_remembering_is_off_by_default_and_has_an_environment_twin(monkeypatch):
     assert make_settings().remember is False
     monkeypatch.setenv("PACELINE_REMEMBER", "1")
     assert make_settings().remember is True
+
+
+async def test_drafts_of_other_models_are_named_once_and_the_text_is_written_without_them(
+    monkeypatch, tmp_path, caplog
+):
+    """U033."""
+    monkeypatch.setenv("PACELINE_CACHE_DIR", str(tmp_path))
+    manifest = Manifest("another", TargetEntry("another", "f" * 64, 32), "t" * 64, (), {}, "Apache-2.0")
+    (tmp_path / "drafts" / "another").mkdir(parents=True)
+    save_manifest(tmp_path / "drafts" / "another", manifest)
+    async with ScriptedServer() as server:
+        server.welcome = replace(server.welcome, tokenizer="of-the-script")
+        async with client(server.url, drafter="auto") as one:
+            assert one.drafter_names == ("ngram",)
+            for _ in range(2):
+                assert await ids_of(one) == server.target.greedy(PROMPT, 40)
+        assert caplog.text.count("no draft model for 'scripted' here, only for another") == 1

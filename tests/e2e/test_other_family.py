@@ -1,4 +1,4 @@
-"""A target of another family, from nothing to a drafted answer: distil, serve, complete, evaluate. Tiny and random."""
+"""A target of another family, from nothing to a drafted answer: distill, export, serve, complete. Tiny and random."""
 
 from __future__ import annotations
 
@@ -26,15 +26,18 @@ def greedy(folder: Path, prompt: str, num_tokens: int) -> list[int]:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
-def test_new_target_is_distilled_served_and_completed(
+def test_new_target_is_distilled_exported_served_and_completed(
     family: str, tmp_path: Path, paceline: Callable[..., Any], new_server: Callable[..., Any]
 ) -> None:
-    target, bundle = save_tiny_target(tmp_path / family, family), tmp_path / "bundle"
+    target, work, bundle = save_tiny_target(tmp_path / family, family), tmp_path / "work", tmp_path / "bundle"
     cache = {"PACELINE_CACHE_DIR": str(tmp_path / "cache")}
     made = paceline(
-        "models", "distill", str(target), "--work-dir", str(tmp_path / "work"), "--out", str(bundle), *OPTIONS.split()
+        "models", "distill", str(target), "--work-dir", str(work), "--out", str(tmp_path / "first"), *OPTIONS.split()
     )
     assert made.returncode == 0, made.stderr
+    options = ("--target", str(target), "--out", str(bundle), "--bits", "8", "--min-agreement", "0.5")
+    exported = paceline("models", "export", str(work / "draft"), *options)
+    assert exported.returncode == 0, exported.stderr
     server = new_server("--model", str(target), "--draft", str(bundle), "--dtype", "float32")
     command = ("complete", PROMPT, "--server", server.url, "--max-tokens", "24", "--temperature", "0", "--json")
     answer = paceline(*command, **cache)
