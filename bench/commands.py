@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -155,8 +156,8 @@ def bench(
         from paceline.bench.capacity import CapacityPlan
 
         recordings = _recordings(prompts, model, max_tokens, console)
-        plan = CapacityPlan(recordings, steps, _numbers("slo", slo), rtts, _draft_time(recordings, draft_ms), seed)
-        _capacity(plan, json_path, plot, console)
+        search = CapacityPlan(recordings, steps, _numbers("slo", slo), rtts, _draft_time(recordings, draft_ms), seed)
+        _capacity(search, json_path, plot, console)
         return
     if mode is Mode.ENGINE:
         from paceline.bench.engine import run_engine_bench
@@ -200,6 +201,9 @@ def bench(
         )
     out = Console()
     Console(width=max(out.width, TABLE_WIDTH)).print(table(results.rows))
+    for name, cost in about.get("transport", {}).items():
+        up, down = cost["bytes_up_per_token"], cost["bytes_down_per_token"]
+        console.print(f"paceline, {name}: {up:g} bytes up and {down:g} down per token", highlight=False)
     for line in about["caveats"]:
         console.print(f"- {line}", highlight=False)
     if json_path is not None:
@@ -256,6 +260,7 @@ def _simulate(*, recordings: RecordingSet, draft_ms: float | None, methods: str 
     from paceline.bench.grid import Grid, run_grid
     from paceline.bench.link import LinkModel
     from paceline.bench.methods import method_names
+    from paceline.bench.transport_cost import transport_cost
 
     draft_time = _draft_time(recordings, draft_ms)
     names = method_names(methods)
@@ -270,6 +275,7 @@ def _simulate(*, recordings: RecordingSet, draft_ms: float | None, methods: str 
         loss=link.loss,
         seed=grid.seed,
         steps=dict(_step_facts(one) for one in grid.steps),
+        transport={name: asdict(cost) for name, cost in transport_cost(grid).items()} if "paceline" in names else {},
     )
     return run_grid(grid), about
 
