@@ -44,8 +44,11 @@ class ModelSource:
         self._base: Path = ()
 
     def read_prompt(self) -> None:
-        """Compute the prompt's KV, all but the last token, in chunks."""
-        end = len(self.tokens) - 1
+        """Compute the prompt's KV, all but the last token."""
+        self._read(len(self.tokens) - 1)
+
+    def _read(self, end: int) -> None:
+        """Tokens up to a position, in chunks."""
         while self._num_synced < end:
             count = min(self._chunk_len, end - self._num_synced)
             self._expand(count, [], wants_anchor=False, width=1)
@@ -80,6 +83,7 @@ class ModelSource:
         scores = [0.0 if node == ANCHOR else draft.scores[node] for node in level]
         wants_anchor = paths == [()]
         nodes = [] if wants_anchor else self._with_ancestors(paths)
+        self._read(len(self.tokens) - self._chunk_len)
         answer = self._expand(len(self.tokens) - self._num_synced, nodes, wants_anchor=wants_anchor, width=width)
         rows = [0] if wants_anchor else [nodes.index(path) for path in paths]
         return [_options(answer, row, score) for row, score in zip(rows, scores, strict=True)]
