@@ -22,7 +22,8 @@ from paceline.server.attention.registry import LayerAttention
 _TOLERANCE = 1e-5
 _OPTIONS = ("scaling", "sliding_window", "softcap")
 _POSITIONS = (0, 1, 5, 17)
-_QKV, _GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
+_QKV: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+_GATE_UP: tuple[str, ...] = ("gate_proj", "up_proj")
 
 
 class FusedNorm(nn.Module):
