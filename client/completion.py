@@ -115,5 +115,5 @@ class CompletionStream:
             stats=self.stats,
             drafted=tuple(self._drafted),
             logprobs=tuple(self._logprobs),
-            explanation=session.controller.explain(),
+            explanation=self._generation.explanation,
         )

@@ -93,6 +93,15 @@ class GenerationStream:
         self.session.reopen(self._uplink.register(self), link.welcome, self._clock())
         return []
 
+    @property
+    def explanation(self) -> str:
+        """What speculation chose and why, and which drafters had to stop."""
+        parts = [self.session.controller.explain()]
+        for drafter in self._drafters:
+            if self.session.num_committed >= drafter.max_context:
+                parts.append(f"{drafter.name} stopped at its context of {drafter.max_context} tokens")
+        return "; ".join(parts)
+
     # The caller's side
 
     async def run(self) -> AsyncGenerator[Event, None]:

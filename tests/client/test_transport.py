@@ -382,3 +382,15 @@ async def test_drafts_of_other_models_are_named_once_and_the_text_is_written_wit
             for _ in range(2):
                 assert await ids_of(one) == server.target.greedy(PROMPT, 40)
         assert caplog.text.count("no draft model for 'scripted' here, only for another") == 1
+
+
+@pytest.mark.parametrize("context", [3, 20])
+async def test_text_goes_on_past_the_drafts_context_and_the_drafter_that_stopped_is_named(context):
+    """U087."""
+    async with ScriptedServer() as server, client(server.url) as one:
+        one._drafters[0].max_context = context
+        completion = await one.complete(PROMPT, SamplingParams(max_tokens=40))
+        assert list(completion.token_ids) == server.target.greedy(PROMPT, 40)
+        assert f"ngram stopped at its context of {context} tokens" in completion.explanation
+        one._drafters[0].max_context = 1000
+        assert "stopped" not in (await one.complete(PROMPT, SamplingParams(max_tokens=40))).explanation
