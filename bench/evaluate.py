@@ -94,7 +94,7 @@ class Evaluation:
         self.target = target
         self.models = tuple(models)
         self.settings = settings
-        self.meter = CoverageMeter(graph)
+        self.meter = CoverageMeter(graph, target.info.vocab_size)
         self.texts: list[NDArray[np.int32]] = []
 
     def drafters(self) -> tuple[Drafter, ...]:

@@ -8,14 +8,14 @@ Not here: which trees to compare, and what they yield (``verifiers``).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from paceline.client.drafting.drafter import ANCHOR_KEY, Candidates, DraftRequest, DraftSequence
+from paceline.client.drafting.drafter import ANCHOR_KEY, NO_LOGPROB, Candidates, DraftRequest, DraftSequence
 from paceline.client.drafting.ranking import Ranking, Situation
 from paceline.client.growth import CANDIDATE_WIDTH
 from paceline.server.batch import Batch, Segment
@@ -28,6 +28,8 @@ WIDTH = CANDIDATE_WIDTH
 """Candidates asked for per row: as many as a session asks for."""
 MAX_CHILDREN = 8
 _NO_TOKENS = np.zeros(0, np.int32)
+ExtraIds = Callable[[int], NDArray[np.int32]]
+"""Position -> the tokens that a model should be asked about there as well (coupled)."""
 _NO_KEYS = np.zeros(0, np.int64)
 
 
@@ -40,9 +42,11 @@ class DraftedText:
         self._held = 0
         self._known: dict[Path, tuple[NDArray[np.int32], NDArray[np.float32]]] = {}
         self._keys: dict[Path, int] = {}
+        self._extra_ids: ExtraIds = lambda position: _NO_TOKENS
 
-    def move_to(self, token_ids: NDArray[np.int32]) -> None:
+    def move_to(self, token_ids: NDArray[np.int32], extra_ids: ExtraIds | None = None) -> None:
         """Make the last of ``token_ids`` the anchor; they extend what was given before."""
+        self._extra_ids = extra_ids or (lambda position: _NO_TOKENS)
         while True:
             stop = min(self._held + self._chunk_len, len(token_ids))
             last = stop == len(token_ids)
@@ -62,8 +66,7 @@ class DraftedText:
             rows = self._ask(self._held, _NO_TOKENS, alive, missing, wants_anchor=False)
             for path, ids, logprobs in zip(missing, rows.token_ids, rows.logprobs, strict=True):
                 self._known[path] = ids, logprobs
-        ids = np.stack([self._known[path][0] for path in paths])
-        return Candidates(ids, np.stack([self._known[path][1] for path in paths]))
+        return _table([self._known[path] for path in paths])
 
     def _ask(
         self,
@@ -75,6 +78,9 @@ class DraftedText:
         wants_anchor: bool,
     ) -> Candidates:
         parents = np.array([self._keys[path[:-1]] if len(path) > 1 else ANCHOR_KEY for path in paths], np.int64)
+        depths = np.array([len(path) for path in paths], np.int32)
+        asked = {0} if wants_anchor else set(depths.tolist())
+        extra = [self._extra_ids(start + len(tokens) + depth) for depth in sorted(asked)]
         first = len(self._keys)
         self._keys.update({path: first + index for index, path in enumerate(paths)})
         return self._sequence.expand(
@@ -87,11 +93,22 @@ class DraftedText:
                 keys=np.arange(first, first + len(paths), dtype=np.int64),
                 tokens=np.array([path[-1] for path in paths], np.int32),
                 parent_keys=parents,
-                depths=np.array([len(path) for path in paths], np.int32),
+                depths=depths,
                 wants_anchor=wants_anchor,
                 width=WIDTH,
+                extra_ids=np.unique(np.concatenate([_NO_TOKENS, *extra])),
             )
         )
+
+
+def _table(rows: Sequence[tuple[NDArray[np.int32], NDArray[np.float32]]]) -> Candidates:
+    """Rows of different lengths, filled up with places that hold no candidate."""
+    width = max(len(ids) for ids, _ in rows)
+    token_ids = np.zeros((len(rows), width), np.int32)
+    logprobs = np.full((len(rows), width), NO_LOGPROB, np.float32)
+    for place, (ids, values) in enumerate(rows):
+        token_ids[place, : len(ids)], logprobs[place, : len(ids)] = ids, values
+    return Candidates(token_ids, logprobs)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -29,7 +29,7 @@ from paceline.bench.prompts import Prompt, load_prompts
 from paceline.bench.recorder import complete_all, prompt_ids
 from paceline.client.drafting.drafter import Drafter
 from paceline.client.drafting.onnx_ssm import OnnxDrafter
-from paceline.client.drafting.ranking import make_ranking
+from paceline.client.drafting.ranking import Ranking, make_ranking
 from paceline.models.catalogue import find_bundle, find_target
 from paceline.models.manifest import load_manifest
 from paceline.server.choose import Choice, Request, choose
@@ -149,8 +149,7 @@ def measure_text(
     try:
         for place in range(0, len(output), effort.stride):
             known = np.concatenate([prompt, output[:place]]).astype(np.int32)
-            drafts.move_to(known)
-            forest = draft_forest(drafts, len(known), temperature, effort.num_trees)
+            forest = draft_forest(drafts, known, temperature, effort.num_trees, target.info.vocab_size)
             scored = scores.score(known, [tree for trees in forest.values() for tree in trees])
             probs = probabilities(scored.logits, temperature)
             for (shape, kind), trees in forest.items():
@@ -199,18 +198,26 @@ def tokens_of(
 
 
 def draft_forest(
-    drafts: DraftedText, position: int, temperature: float, num_trees: int
+    drafts: DraftedText, known: NDArray[np.int32], temperature: float, num_trees: int, vocab_size: int
 ) -> dict[tuple[str, Verifier], list[Drafted]]:
-    """(shape, how it is drafted) -> the trees of that kind: one where nothing is random, else ``num_trees``."""
+    """(shape, how it is drafted) -> the trees of that kind behind ``known``: one where nothing is random, else
+    ``num_trees``. All are drafted from the same candidates, those that coupled asks for included."""
+    position = len(known)
     widest = [WIDTHS[-1] if depth == BRANCH_DEPTH else 1 for depth in range(1, DEPTH + 1)]
     kinds: list[Verifier] = []
-    plans: list[Plan] = []
+    rankings: list[Ranking] = []
     for kind in (Verifier.NAIVE, Verifier.MSS, Verifier.COUPLED):
         is_fixed = kind is Verifier.NAIVE or temperature == 0.0
         for number in range(1 if is_fixed else num_trees):
-            ranking = make_ranking(kind, SamplingParams(temperature=temperature, seed=seed_of(position, number)))
+            sampling = SamplingParams(temperature=temperature, seed=seed_of(position, number))
             kinds.append(kind)
-            plans += [Plan(ranking, widest), Plan(ranking, [MAX_CHILDREN] * DEPTH, NUM_NODES)]
+            rankings.append(make_ranking(kind, sampling, vocab_size=vocab_size))
+    plans = [
+        plan
+        for ranking in rankings
+        for plan in (Plan(ranking, widest), Plan(ranking, [MAX_CHILDREN] * DEPTH, NUM_NODES))
+    ]
+    drafts.move_to(known, lambda at: np.concatenate([ranking.extra_ids(np.array([at])) for ranking in rankings]))
     trees = grow(drafts, plans, position)
     forest: dict[tuple[str, Verifier], list[Drafted]] = {}
     for kind, wide, dynamic in zip(kinds, trees[0::2], trees[1::2], strict=True):

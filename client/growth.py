@@ -25,6 +25,7 @@ from paceline.shared.messages import ANCHOR_ID, ClientMessage, Grow, Proposal
 CANDIDATE_WIDTH = 128
 """Candidates that a session has use for, per expanded node."""
 _NO_ROWS: Rows = np.zeros(0, np.int64)
+_NO_TOKENS = np.zeros(0, np.int32)
 
 
 class Growth:
@@ -121,11 +122,19 @@ class Growth:
             depths=tree.depths[rows],
             wants_anchor=choice.anchor,
             width=CANDIDATE_WIDTH,
+            extra_ids=self._extra_ids(drafter, choice),
         )
         tree.mark_expanded(rows, drafter, anchor=choice.anchor)
         self._synced[drafter] = end
         self._out[drafter] = request
         return request
+
+    def _extra_ids(self, drafter: int, choice: Choice) -> NDArray[np.int32]:
+        """Tokens to ask a model about at the positions below the rows of a choice."""
+        if self._drafters[drafter].is_instant:
+            return _NO_TOKENS
+        depths = np.concatenate([np.zeros(int(choice.anchor), np.int32), self.tree.depths[choice.rows]])
+        return self._ranking.extra_ids(len(self.tokens) + np.unique(depths).astype(np.int64))
 
     # Taking answers
 

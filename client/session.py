@@ -111,7 +111,7 @@ class ClientSession:
             drafters,
             policy or BestFirstPolicy(),
             acceptance or Acceptance(),
-            make_ranking(task.verifier, task.sampling, task.choice),
+            make_ranking(task.verifier, task.sampling, task.choice, welcome.vocab_size),
             draws=task.verifier is Verifier.MSS and not task.sampling.is_greedy,
             closing_ids=_closing_ids(task.sampling, welcome),
         )

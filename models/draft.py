@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from paceline.models.graph import DraftShape, DraftWeights, LayerWeights
+from paceline.models.draft_weights import DraftShape, DraftWeights, LayerWeights
 from paceline.models.store import read_json, write_json
 from paceline.shared.errors import ModelError
 

@@ -8,8 +8,12 @@ The graph (one file per drafter, batch 1; L layers, Hkv kv heads, head dim D, K 
     rows          int64[m]               which of the new nodes want candidates
     past_key_i    float32[Hkv, S, D]     the caller's buffer of layer i, whole; the mask hides unused slots
     past_value_i  float32[Hkv, S, D]
+    extra_ids     int64[x]               tokens of the target to be scored as well, in or outside the draft's vocabulary
     -> top_ids int32[m, K], top_logprobs float32[m, K]   best first, log-softmax over the draft's vocabulary
     -> new_kv  float32[L, 2, Hkv, n, D]                  keys and values of the new nodes alone
+    -> extra_logprobs float32[m, x]                      estimates, comparable with top_logprobs
+
+extra_ids and extra_logprobs are there if the head can be continued to other tokens (`bridge`).
 
 The past is never copied or concatenated in the graph; the caller writes `new_kv` into slots of its choice. Unused slots
 must hold finite numbers. Not for: training (`distill`).
@@ -19,7 +23,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +31,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from paceline.models.bridge import fit_bridge
 from paceline.models.draft import Draft
 from paceline.models.graph import GraphBuilder
 from paceline.models.manifest import (
@@ -125,6 +130,7 @@ def build_graph(
     # Outliers are measured on one half of the texts, the result is checked on the other.
     measured, texts = texts[0::2], texts[1::2]
     weights = draft.weights(settings.num_candidates)
+    weights = replace(weights, bridge=fit_bridge(weights.embedding, weights.head, weights.vocabulary))
     if settings.bits != 32 and settings.smoothing:
         weights = smooth(weights, *measure_peaks(draft, measured), settings.smoothing)
     model: bytes = GraphBuilder(weights, settings.bits, settings.head_bits).build().SerializeToString()

@@ -15,58 +15,13 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
+from paceline.models.draft_weights import DraftWeights, Floats, LayerWeights
 from paceline.models.quantise import quantise_blocks, quantise_rows
 
-Floats = NDArray[np.float32]
 CONTRIB = "com.microsoft"
 OPSET, CONTRIB_OPSET, IR_VERSION = 17, 1, 9
-
-
-@dataclass(frozen=True, slots=True)
-class DraftShape:
-    """Everything about a draft model that is not a weight."""
-
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    hidden_size: int
-    norm_eps: float
-    num_candidates: int
-
-
-@dataclass(frozen=True, slots=True)
-class LayerWeights:
-    """One decoder layer. Linear weights float32[out, in]; qkv and gate_up are stacked along the outputs."""
-
-    input_norm: Floats
-    qkv: Floats
-    qkv_bias: Floats | None
-    q_norm: Floats | None
-    k_norm: Floats | None
-    out: Floats
-    post_norm: Floats
-    gate_up: Floats
-    down: Floats
-
-
-@dataclass(frozen=True, slots=True)
-class DraftWeights:
-    """A draft model in numpy.
-
-    embedding float32[V, d]; head float32[Vd, d]; vocabulary int32[Vd] maps rows of the head to token ids.
-    inverse_frequencies float32[head_dim/2]: rotary angles are position * inverse_frequencies; rope_scale multiplies
-    their cos and sin.
-    """
-
-    shape: DraftShape
-    embedding: Floats
-    layers: tuple[LayerWeights, ...]
-    final_norm: Floats
-    head: Floats
-    vocabulary: NDArray[np.int32]
-    inverse_frequencies: Floats
-    rope_scale: float = 1.0
+EXTRA_OFFSET = -0.5
+"""Added to logits of extra tokens: training pushed unlikely rows of the head down, of which the bridge shows a part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +52,7 @@ class GraphBuilder:
 
     def build(self) -> onnx.ModelProto:
         w, s = self.weights, self.weights.shape
-        hidden = self._embed()
+        hidden = self._embed("ids")
         flow = self._flow()
         new_kv = []
         pending: str | None = None
@@ -110,7 +65,7 @@ class GraphBuilder:
         hidden = self._node("Add", [hidden, pending]) if pending else hidden
         rows = self._node("Gather", [self._node("Squeeze", [hidden, self._const(np.array([0]))]), "rows"], axis=0)
         normed, _ = self._norm(rows, None, w.final_norm)
-        self._candidates(self._linear(normed, w.head, self.head_bits))
+        self._candidates(normed)
         stacked = self._node(
             "Concat", [self._node("Unsqueeze", [kv, self._const(np.array([0]))]) for kv in new_kv], axis=0
         )
@@ -135,12 +90,16 @@ class GraphBuilder:
         self.initializers.append(numpy_helper.from_array(np.ascontiguousarray(array), name))
         return name
 
-    def _embed(self) -> str:
+    def _embed(self, ids: str) -> str:
+        """Rows of the embedding."""
         if self.bits == 32:
-            return self._node("Gather", [self._const(self.weights.embedding), "ids"], axis=0)
-        codes, scales = quantise_rows(self.weights.embedding)
-        picked = self._node("Gather", [self._const(codes), "ids"], axis=0)
-        scale = self._node("Gather", [self._const(scales[:, None]), "ids"], axis=0)
+            return self._node("Gather", [self._shared("embedding", self.weights.embedding), ids], axis=0)
+        if "embedding" not in self._constants:
+            codes, scales = quantise_rows(self.weights.embedding)
+            self._shared("embedding", codes)
+            self._shared("embedding scales", scales[:, None])
+        picked = self._node("Gather", [self._constants["embedding"], ids], axis=0)
+        scale = self._node("Gather", [self._constants["embedding scales"], ids], axis=0)
         return self._node("Mul", [self._node("Cast", [picked], to=TensorProto.FLOAT), scale])
 
     def _flow(self) -> _Flow:
@@ -278,13 +237,26 @@ class GraphBuilder:
         swish = self._node("QuickGelu", [gate], domain=CONTRIB, alpha=1.0)  # x * sigmoid(x)
         return self._linear(self._node("Mul", [swish, up]), layer.down, self.bits)
 
-    def _candidates(self, logits: str) -> None:
+    def _candidates(self, normed: str) -> None:
         """top_logprobs float32[m, K] over the draft's vocabulary, top_ids int32[m, K] in the target's numbering."""
+        logits = self._linear(normed, self.weights.head, self.head_bits)
         logprobs = self._node("LogSoftmax", [logits], axis=-1)
         count = self._const(np.array([self.weights.shape.num_candidates]))
         rows = self._name("topk")
         self._nodes("TopK", [logprobs, count], ["top_logprobs", rows], axis=-1, largest=1, sorted=1)
         self._node("Gather", [self._const(self.weights.vocabulary.astype(np.int32)), rows], "top_ids", axis=0)
+        if self.weights.bridge is not None:
+            self._extra(normed, self._node("Sub", [logprobs, logits]), self.weights.bridge)
+
+    def _extra(self, normed: str, shifts: str, bridge: Floats) -> None:
+        """extra_logprobs float32[m, x] of the tokens extra_ids. shifts [m, Vd]: minus log Z, in every column."""
+        first = [self._const(np.array([value])) for value in (0, 1, 1)]
+        shift = self._node("Add", [self._node("Slice", [shifts, *first]), self._const(np.float32([EXTRA_OFFSET]))])
+        query = self._linear(normed, bridge, 32)
+        # The target may have more (padded) ids than the draft's embedding has rows.
+        known = self._node("Min", ["extra_ids", self._const(np.array([len(self.weights.embedding) - 1]))])
+        logits = self._node("FusedMatMul", [query, self._embed(known)], domain=CONTRIB, transB=1)
+        self._node("Add", [logits, shift], "extra_logprobs")
 
     def _model(self) -> onnx.ModelProto:
         s = self.weights.shape
@@ -295,6 +267,8 @@ class GraphBuilder:
             helper.make_tensor_value_info("mask", floats, [1, 1, "n", "slots_and_n"]),
             helper.make_tensor_value_info("rows", longs, ["m"]),
         ]
+        if self.weights.bridge is not None:
+            inputs.append(helper.make_tensor_value_info("extra_ids", longs, ["x"]))
         for index in range(s.num_layers):
             past: list[str | int | None] = [s.num_kv_heads, "slots", s.head_dim]
             inputs.append(helper.make_tensor_value_info(f"past_key_{index}", floats, past))
@@ -304,6 +278,8 @@ class GraphBuilder:
             helper.make_tensor_value_info("top_logprobs", floats, ["m", s.num_candidates]),
             helper.make_tensor_value_info("new_kv", floats, [s.num_layers, 2, s.num_kv_heads, "n", s.head_dim]),
         ]
+        if self.weights.bridge is not None:
+            outputs.append(helper.make_tensor_value_info("extra_logprobs", floats, ["m", "x"]))
         graph = helper.make_graph(self.nodes, "paceline_draft", inputs, outputs, self.initializers)
         opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(CONTRIB, CONTRIB_OPSET)]
         return helper.make_model(graph, opset_imports=opsets, ir_version=IR_VERSION, producer_name="paceline")

@@ -14,15 +14,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 HIDDEN = np.float32(-1e9)
-NUM_FIXED_INPUTS = 4
+_NO_IDS = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """ids int32[m, K] in the target's numbering and logprobs float32[m, K], best first."""
+    """ids int32[m, K] in the target's numbering and logprobs float32[m, K], best first.
+
+    extra: float32[m, x], log-probabilities of the extra tokens that were asked for.
+    """
 
     ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
+    extra: NDArray[np.float32]
 
 
 class GraphRunner:
@@ -36,9 +40,10 @@ class GraphRunner:
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         source: Any = model if isinstance(model, bytes) else str(model)
         self.session = onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
-        names = self.session.get_inputs()
-        num_layers = (len(names) - NUM_FIXED_INPUTS) // 2
-        num_kv_heads, _, head_dim = names[NUM_FIXED_INPUTS].shape
+        shapes = {entry.name: entry.shape for entry in self.session.get_inputs()}
+        num_layers = sum(name.startswith("past_key_") for name in shapes)
+        num_kv_heads, _, head_dim = shapes["past_key_0"]
+        self.takes_extra = "extra_ids" in shapes
         self.kv = np.zeros((num_layers, 2, num_kv_heads, capacity, head_dim), np.float32)
         self.len = 0
 
@@ -48,23 +53,35 @@ class GraphRunner:
         positions: NDArray[np.int64],
         visible: NDArray[np.bool_],
         rows: NDArray[np.int64],
+        extra_ids: NDArray[np.int64] = _NO_IDS,
     ) -> tuple[Candidates, NDArray[np.float32]]:
-        """Runs n nodes; visible bool[n, capacity + n]. Returns candidates of `rows` and the new keys and values."""
+        """Runs n nodes; visible bool[n, capacity + n]. Returns candidates of `rows` and the new keys and values.
+
+        extra_ids: int64[x], tokens to be scored for every row, if the graph can.
+        """
         feeds: dict[str, Any] = {"ids": ids[None], "positions": positions[None], "rows": rows}
         feeds["mask"] = np.where(visible, np.float32(0), HIDDEN)[None, None]
         for layer in range(len(self.kv)):
             feeds[f"past_key_{layer}"], feeds[f"past_value_{layer}"] = self.kv[layer]
-        top_ids, top_logprobs, new_kv = self.session.run(["top_ids", "top_logprobs", "new_kv"], feeds)
-        return Candidates(top_ids, top_logprobs), new_kv
+        wanted = ["top_ids", "top_logprobs", "new_kv"]
+        if self.takes_extra:
+            feeds["extra_ids"] = extra_ids
+            wanted.append("extra_logprobs")
+        top_ids, top_logprobs, new_kv, *extra = self.session.run(wanted, feeds)
+        scored = extra[0] if extra else np.zeros((len(rows), 0), np.float32)
+        return Candidates(top_ids, top_logprobs, scored), new_kv
 
-    def append(self, ids: NDArray[np.int64], want_all: bool = True) -> Candidates:
+    def append(
+        self, ids: NDArray[np.int64], want_all: bool = True, extra_ids: NDArray[np.int64] = _NO_IDS
+    ) -> Candidates:
         """Runs the next tokens of the text and keeps them. Candidates for what follows each (or only the last)."""
         num, capacity = len(ids), self.kv.shape[3]
         visible = np.zeros((num, capacity + num), bool)
         visible[:, : self.len] = True
         visible[:, capacity:] = np.tril(np.ones((num, num), bool))
         rows = np.arange(num) if want_all else np.array([num - 1])
-        candidates, new_kv = self.forward(np.asarray(ids, np.int64), self.len + np.arange(num), visible, rows)
+        positions = self.len + np.arange(num)
+        candidates, new_kv = self.forward(np.asarray(ids, np.int64), positions, visible, rows, extra_ids)
         self.kv[:, :, :, self.len : self.len + num] = new_kv
         self.len += num
         return candidates

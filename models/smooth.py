@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from paceline.models.draft import Draft
-from paceline.models.graph import DraftWeights, LayerWeights
+from paceline.models.draft_weights import DraftWeights, LayerWeights
 
 Floats = NDArray[np.float32]
 STRENGTH = 0.5
@@ -69,6 +69,7 @@ def smooth(
         ),
         final_norm=weights.final_norm / scale,
         head=weights.head * scale,
+        bridge=None if weights.bridge is None else weights.bridge * scale,
     )
 
 

@@ -9,7 +9,7 @@ Not here: ranking and sending (``ranking``, ``policy``), threads (the stream dri
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -36,6 +36,8 @@ class DraftRequest:
     wants_anchor: whether row 0 of the answer is the anchor's (the last of ``token_ids``). Otherwise only nodes are
         answered: the anchor was expanded before, or ``token_ids`` is a chunk that does not reach it.
     width: most candidates per row that the session has use for.
+    extra_ids: int32[x], distinct tokens that may well be chosen at these positions however unlikely they are. A drafter
+        that can score any token adds them to the candidates of every row; others need not care.
     """
 
     drafter: int
@@ -49,6 +51,7 @@ class DraftRequest:
     depths: NDArray[np.int32]
     wants_anchor: bool
     width: int
+    extra_ids: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
 
     @property
     def committed_len(self) -> int:
@@ -66,7 +69,7 @@ class Candidates:
     """What may follow each row of a request.
 
     token_ids: int32[r, K], target token ids. logprobs: float32[r, K], natural log of the drafter's probability at
-    temperature 1, descending, ``NO_LOGPROB`` where a row has fewer than K.
+    temperature 1, ``NO_LOGPROB`` where a row has fewer than K; descending, extra tokens behind the others.
     is_point_mass: the drafter states guesses with a confidence, not a distribution that could be sampled (n-gram).
     """
 
@@ -78,6 +81,19 @@ class Candidates:
     def empty(cls, num_rows: int, *, is_point_mass: bool = False) -> Candidates:
         """No candidate for any row."""
         return cls(np.zeros((num_rows, 0), np.int32), np.zeros((num_rows, 0), np.float32), is_point_mass)
+
+    def with_extra(self, ids: NDArray[np.int32], logprobs: NDArray[np.float32]) -> Candidates:
+        """With further tokens beside each row's own: int32[x], distinct, for all rows, and float32[r, x]. A token that
+        a row has already keeps the log-probability that it had."""
+        if not len(ids) or not self.token_ids.size:
+            return self
+        columns = np.full(int(max(self.token_ids.max(), ids.max())) + 1, -1, np.intp)
+        columns[ids] = np.arange(len(ids))
+        rows, places = np.nonzero(columns[self.token_ids] >= 0)
+        fresh = logprobs.copy()
+        fresh[rows, columns[self.token_ids[rows, places]]] = NO_LOGPROB
+        token_ids = np.concatenate([self.token_ids, np.broadcast_to(ids, fresh.shape)], axis=1)
+        return Candidates(token_ids, np.concatenate([self.logprobs, fresh], axis=1), self.is_point_mass)
 
 
 class DraftSequence(Protocol):

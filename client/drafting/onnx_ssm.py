@@ -22,7 +22,6 @@ from paceline.client.drafting.kv_buffer import KVBuffer
 from paceline.shared.errors import BundleError
 
 _HIDDEN = np.float32(-1e9)
-_NUM_FIXED_INPUTS = 4
 _OUTPUTS = ("top_ids", "top_logprobs", "new_kv")
 _CHUNK_LEN = 128
 _MAX_AUTO_THREADS = 4
@@ -74,7 +73,8 @@ class OnnxDrafter:
         if "past_key_0" not in inputs or "mask" not in inputs:
             raise BundleError(f"expected inputs mask and past_key_0 in the draft graph, got {', '.join(inputs)}")
         self._session: Any = session
-        self._num_layers = (len(inputs) - _NUM_FIXED_INPUTS) // 2
+        self._num_layers = sum(name.startswith("past_key_") for name in inputs)
+        self._outputs = (*_OUTPUTS, "extra_logprobs") if "extra_ids" in inputs else _OUTPUTS
         self._num_kv_heads, _, self._head_dim = inputs["past_key_0"]
         self._spare: list[KVBuffer] = []
         self.name = name
@@ -86,6 +86,11 @@ class OnnxDrafter:
         buffer = self._spare.pop() if self._spare else KVBuffer(self._num_layers, self._num_kv_heads, self._head_dim)
         return OnnxSequence(self, buffer)
 
+    @property
+    def takes_extra(self) -> bool:
+        """Whether the graph scores tokens by request (older ones do not)."""
+        return len(self._outputs) > len(_OUTPUTS)
+
     def take_back(self, buffer: KVBuffer) -> None:
         """Keep a buffer for the next sequence."""
         if len(self._spare) < _MAX_SPARE_BUFFERS:
@@ -93,12 +98,13 @@ class OnnxDrafter:
             self._spare.append(buffer)
 
     def run(self, buffer: KVBuffer, feeds: dict[str, NDArray[Any]]) -> list[NDArray[Any]]:
-        """Top ids int32[m, K], their logprobs float32[m, K], new KV float32[L, 2, Hkv, n, D]."""
+        """Top ids int32[m, K], their logprobs float32[m, K], new KV float32[L, 2, Hkv, n, D], and float32[m, x] for
+        the x ``extra_ids`` if the graph takes any."""
         from onnxruntime import OrtValue
 
         values = {name: OrtValue.ortvalue_from_numpy(array) for name, array in feeds.items()}
         values.update(buffer.feeds)
-        return [value.numpy() for value in self._session.run_with_ort_values(_OUTPUTS, values)]
+        return [value.numpy() for value in self._session.run_with_ort_values(self._outputs, values)]
 
     def close(self) -> None:
         self._spare.clear()
@@ -141,10 +147,13 @@ class OnnxSequence:
             "mask": self._mask(first_new, num_pending, old_slots)[None, None],
             "rows": np.arange(num_pending + num_nodes - max(1, num_rows), num_pending + num_nodes),
         }
-        ids, logprobs, new_kv = self._drafter.run(self._buffer, feeds)
+        if self._drafter.takes_extra:
+            feeds["extra_ids"] = request.extra_ids.astype(np.int64)
+        ids, logprobs, new_kv, *extra = self._drafter.run(self._buffer, feeds)
         self._buffer.write(np.concatenate([np.arange(first_new, self._held), node_slots]), new_kv)
         width = min(request.width, ids.shape[1])
-        return Candidates(ids[:num_rows, :width], logprobs[:num_rows, :width])
+        best = Candidates(ids[:num_rows, :width], logprobs[:num_rows, :width])
+        return best.with_extra(request.extra_ids, extra[0][:num_rows]) if extra else best
 
     def _commit(self, request: DraftRequest) -> int:
         """Move the KV of committed nodes and survivors into place; returns how many new tokens have KV already."""

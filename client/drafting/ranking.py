@@ -4,10 +4,11 @@ One rule for each verifier (DESIGN.md section 6):
 
     greedy    the likeliest under q, best first
     naive     the likeliest under q after the sampling parameters, best first
-    coupled   the highest log q + G(seed, position, token), best first: the same noise picks the server's token
+    coupled   the highest log q + G(seed, position, token), best first: the same noise picks the server's token; tokens
+              that the noise favours are asked for by name, because q's best ones may miss them
     mss       draws without replacement from the quantised q; every drawn child is sent, with that q
 
-Guesses without a distribution (n-gram) are point masses under every verifier.
+Guesses without a distribution (n-gram) are point masses under every verifier; coupled weighs them by their noise.
 
 Not here: what the prior is really worth (``acceptance``), and the penalties: they change q too little to pay here.
 """
@@ -15,7 +16,7 @@ Not here: what the prior is really worth (``acceptance``), and the penalties: th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -23,18 +24,27 @@ from numpy.typing import NDArray
 
 from paceline.client.drafting.drafter import Candidates
 from paceline.shared.messages import Proposal
-from paceline.shared.noise import gumbel
+from paceline.shared.noise import gumbel, gumbel_row
 from paceline.shared.quantise import draw, quantised
 from paceline.shared.sampling import SamplingParams, Verifier
+from paceline.shared.warp import warp as warp_row
 
 Floats = NDArray[np.float64]
 _LEAST_PRIOR = 2e-3
 _COVERAGE = 0.95
 """Share of p's mass that a drafter's top candidates are expected to hold."""
+_SHARPNESS = 1.6
+_EXTRA_NOISE = 5.0
+"""A token outside a model's 128 best rarely has q above 1e-3: with less noise than this it hardly ever wins. About 330
+of 49,152 tokens have more at any position."""
+_LEAST_TAIL_TEMPERATURE = 0.6
+"""Below it the tail of p is too light to be worth asking about."""
+_MAX_NOISE_ROWS = 16
 _MSS_SUPPORT = 32
 _SIBLING_DECAY = 0.45
 _RNG_STREAM = 0x70616365
 """Keeps the client's draws independent of the server's, which may start from the same seed."""
+_NO_TOKENS = np.zeros(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,9 +82,16 @@ class Ranking(Protocol):
         """The children that ``candidates`` suggest."""
         ...
 
+    def extra_ids(self, positions: NDArray[np.int64]) -> NDArray[np.int32]:
+        """Tokens that a model should be asked about at these positions, however unlikely they are."""
+        ...
 
-def make_ranking(verifier: Verifier, sampling: SamplingParams, choice: int = 0) -> Ranking:
-    """The rule that fits a generation. Coupled and mss need ``sampling.seed``."""
+
+def make_ranking(verifier: Verifier, sampling: SamplingParams, choice: int = 0, vocab_size: int = 0) -> Ranking:
+    """The rule that fits a generation. Coupled and mss need ``sampling.seed``.
+
+    vocab_size: of the target; 0 if it is not known, then no extra tokens are asked for.
+    """
     if verifier is Verifier.GREEDY or sampling.is_greedy:
         return TopRanking(sampling, is_warped=False)
     if verifier is Verifier.NAIVE:
@@ -82,33 +99,19 @@ def make_ranking(verifier: Verifier, sampling: SamplingParams, choice: int = 0) 
     if sampling.seed is None:
         raise ValueError(f"expected a seed for verifier {verifier.value}, got none")
     if verifier is Verifier.COUPLED:
-        return CoupledRanking(sampling, sampling.seed, choice)
+        return CoupledRanking(sampling, sampling.seed, choice, vocab_size)
     return MssRanking(sampling, np.random.default_rng([sampling.seed, choice, _RNG_STREAM]))
 
 
 def warp(candidates: Candidates, sampling: SamplingParams) -> Floats:
-    """float64[r, K]: log q after logit bias, temperature, top-k, top-p and min-p, normalised over the candidates.
+    """float64[r, K]: log q after all parameters but the penalties, normalised over the candidates.
 
-    The order of the parameters is the target's (DESIGN.md section 6); places without a candidate hold -inf.
+    Places without a candidate hold -inf.
     """
-    logprobs = _biased(candidates, sampling)
-    if sampling.temperature not in (0.0, 1.0):
-        logprobs = logprobs / sampling.temperature
-    order = np.argsort(-logprobs, axis=1, kind="stable")
-    ranked = np.take_along_axis(logprobs, order, axis=1)
-    if 0 < sampling.top_k < ranked.shape[1]:
-        ranked[:, sampling.top_k :] = -np.inf
-    probs = _normalised(ranked)
-    if sampling.top_p < 1.0:
-        before = np.cumsum(probs, axis=1) - probs
-        ranked[before >= sampling.top_p] = -np.inf
-    if sampling.min_p > 0.0:
-        ranked[probs < sampling.min_p * probs[:, :1]] = -np.inf
-    with np.errstate(divide="ignore"):
-        ranked = np.log(_normalised(ranked))
-    warped = np.empty_like(ranked)
-    np.put_along_axis(warped, order, ranked, axis=1)
-    return warped
+    unpenalised = replace(sampling, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0)
+    rows = zip(candidates.token_ids, candidates.logprobs, strict=True)
+    warped = [warp_row(ids, logprobs, unpenalised) for ids, logprobs in rows]
+    return np.stack(warped) if warped else np.zeros(candidates.token_ids.shape)
 
 
 def _biased(candidates: Candidates, sampling: SamplingParams) -> Floats:
@@ -156,28 +159,71 @@ class TopRanking:
             scores = warp(candidates, self._sampling)
         return _best(candidates, scores, np.exp(np.minimum(scores, 0.0)), situation)
 
+    def extra_ids(self, positions: NDArray[np.int64]) -> NDArray[np.int32]:
+        return _NO_TOKENS
+
 
 class CoupledRanking:
     """Perturb q as the server perturbs p. If log p = log q + an error about as large as the noise of one more Gumbel
     draw, the chance of each candidate is the softmax of the perturbed scores; ``acceptance`` corrects the rest."""
 
-    def __init__(self, sampling: SamplingParams, seed: int, choice: int, sharpness: float = 1.6) -> None:
-        """sharpness: inverse scale of the error between log p and log q."""
+    def __init__(
+        self, sampling: SamplingParams, seed: int, choice: int, vocab_size: int = 0, sharpness: float = _SHARPNESS
+    ) -> None:
+        """vocab_size: see ``make_ranking``. sharpness: inverse scale of the error between log p and log q."""
         self._sampling = sampling
         self._seed = seed
         self._choice = choice
+        self._vocab_size = vocab_size
         self._sharpness = sharpness
+        self._cuts_nothing = sampling.top_k == 0 and sampling.top_p == 1.0 and sampling.min_p == 0.0
+        self._asks = vocab_size > 0 and self._cuts_nothing and sampling.temperature >= _LEAST_TAIL_TEMPERATURE
+        self._rows: dict[int, NDArray[np.float32]] = {}
 
     def rank(self, candidates: Candidates, situation: Situation) -> Ranked:
+        noise = self._noise(candidates.token_ids, situation.positions)
         if candidates.is_point_mass:
-            scores = _biased(candidates, self._sampling)
-            return _best(candidates, scores, np.exp(np.minimum(scores, 0.0)), situation)
-        scores = warp(candidates, self._sampling)
-        for position in np.unique(situation.positions).tolist():
-            rows = np.flatnonzero(situation.positions == position)
-            scores[rows] += gumbel(self._seed, position, candidates.token_ids[rows], self._choice)
+            logprobs = np.minimum(_biased(candidates, self._sampling), 0.0)
+            # Against one Gumbel race of all other tokens: P(log c + G > log(1 - c) + G') = exp(-e^-G (1 - c) / c).
+            with np.errstate(divide="ignore", over="ignore"):
+                priors = np.exp(-np.exp(-noise) * np.expm1(-logprobs))
+            return _best(candidates, logprobs + noise, priors, situation)
+        if self._cuts_nothing:
+            scores = _biased(candidates, self._sampling) / self._sampling.temperature
+        else:
+            scores = warp(candidates, self._sampling)
+        scores += noise
         priors = _COVERAGE * _normalised(self._sharpness * scores)
         return _best(candidates, scores, priors, situation)
+
+    def extra_ids(self, positions: NDArray[np.int64]) -> NDArray[np.int32]:
+        """Those with so much noise that they may win from far below the candidates."""
+        if not self._asks:
+            return _NO_TOKENS
+        rows = [self._row(position) for position in np.unique(positions).tolist()]
+        found = np.flatnonzero(np.logical_or.reduce([row > _EXTRA_NOISE for row in rows])) if rows else _NO_TOKENS
+        return found.astype(np.int32)
+
+    def _noise(self, token_ids: NDArray[np.int32], positions: NDArray[np.int64]) -> Floats:
+        """float64[r, K]: the noise of each row's tokens."""
+        noise = np.empty(token_ids.shape)
+        for position in np.unique(positions).tolist():
+            rows = np.flatnonzero(positions == position)
+            ids = token_ids[rows]
+            known = self._rows.get(position)
+            if known is None or ids.max(initial=0) >= len(known):
+                noise[rows] = gumbel(self._seed, position, ids, self._choice)
+            else:
+                noise[rows] = known.take(ids)
+        return noise
+
+    def _row(self, position: int) -> NDArray[np.float32]:
+        """float32[V]: the noise of all tokens at a position. The latest rows are kept: steps share positions."""
+        if position not in self._rows:
+            for old in sorted(self._rows)[: max(0, len(self._rows) - _MAX_NOISE_ROWS + 1)]:
+                del self._rows[old]
+            self._rows[position] = gumbel_row(self._seed, position, self._vocab_size, self._choice)
+        return self._rows[position]
 
 
 class MssRanking:
@@ -211,6 +257,9 @@ class MssRanking:
         if not rows:
             return Ranked(np.zeros(0, np.int64), np.zeros(0, np.int32), np.zeros(0))
         return Ranked(np.concatenate(rows), np.concatenate(tokens), np.concatenate(priors), proposals)
+
+    def extra_ids(self, positions: NDArray[np.int64]) -> NDArray[np.int32]:
+        return _NO_TOKENS
 
 
 def draw_priors(proposal: Proposal, limit: int) -> Floats:

@@ -73,7 +73,7 @@ def test_guesses_of_the_target_itself_are_always_right(target: Target, graph: by
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
 def test_draft_that_is_the_target_covers_every_position(target: Target, graph: bytes, sampling: SamplingParams) -> None:
-    meter = CoverageMeter(graph)
+    meter = CoverageMeter(graph, VOCAB_SIZE)
     answers = complete(target, [], sampling, TreeBudget())
     total = sum(
         (meter.measure(prompt, answer.token_ids, sampling) for prompt, answer in zip(PROMPTS, answers, strict=True)),

@@ -129,6 +129,7 @@ class DroppingRanking:
 
     def __init__(self, honest):
         self._honest = honest
+        self.extra_ids = honest.extra_ids
 
     def rank(self, candidates, situation):
         ranked = self._honest.rank(candidates, situation)

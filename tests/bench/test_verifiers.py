@@ -70,8 +70,7 @@ def test_trees_have_the_shapes_of_the_table(pair):
     _, drafter, table = pair
     prompt, _ = text(table, 20)
     drafts = DraftedText(drafter.start(), drafter.chunk_len)
-    drafts.move_to(prompt)
-    forest = draft_forest(drafts, len(prompt), 1.0, 2)
+    forest = draft_forest(drafts, prompt, 1.0, 2, VOCAB_SIZE)
     assert {shape for shape, _ in forest} == set(shape_names())
     for (shape, kind), trees in forest.items():
         assert len(trees) == (1 if kind is Verifier.NAIVE else 2)
@@ -143,8 +142,7 @@ def test_expected_tokens_are_what_the_verifiers_yield_on_average(pair):
     target, drafter, table = pair
     prompt, _ = text(table, 20)
     drafts, scores = DraftedText(drafter.start(), drafter.chunk_len), ScoredText(target)
-    drafts.move_to(prompt)
-    forest = draft_forest(drafts, len(prompt), 1.0, 1)
+    forest = draft_forest(drafts, prompt, 1.0, 1, VOCAB_SIZE)
     drafted = forest["dynamic-32", Verifier.MSS][0]
     probs = scores.score(prompt, [drafted])
     p = torch.softmax(probs.logits.double(), -1).numpy()[probs.rows(drafted)]

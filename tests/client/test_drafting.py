@@ -166,8 +166,61 @@ def test_point_masses_keep_their_confidence_under_every_verifier():
         params = SamplingParams(temperature=0.0 if verifier is Verifier.GREEDY else 1.0, seed=1)
         ranked = make_ranking(verifier, params).rank(guess, situation())
         assert ranked.tokens.tolist() == [4]
-        assert ranked.priors == pytest.approx([0.7])
+        assert ranked.priors == pytest.approx([0.7]) or verifier is Verifier.COUPLED
         assert not ranked.proposals
+
+
+def test_coupled_weighs_point_masses_by_their_noise():
+    guess = Candidates(np.array([[4, 8]], np.int32), np.log(np.array([[0.3, 0.2]], np.float32)), True)
+    ranking = make_ranking(Verifier.COUPLED, SamplingParams(temperature=1.0, seed=1))
+    priors = {4: 0.0, 8: 0.0}
+    for position in range(3000):
+        ranked = ranking.rank(guess, situation(position=position))
+        for token, prior in zip(ranked.tokens.tolist(), ranked.priors.tolist(), strict=True):
+            priors[token] += prior / 3000
+        if len(ranked.tokens) == 2:
+            noise = gumbel(1, position, ranked.tokens)
+            scores = np.log([{4: 0.3, 8: 0.2}[token] for token in ranked.tokens.tolist()]) + noise
+            assert scores[0] >= scores[1]
+    # Over all noise a token wins as often as its confidence says.
+    assert priors[4] == pytest.approx(0.3, abs=0.02)
+    assert priors[8] == pytest.approx(0.2, abs=0.02)
+
+
+def test_coupled_asks_for_the_tokens_that_the_noise_favours():
+    ranking = make_ranking(Verifier.COUPLED, SamplingParams(temperature=1.0, seed=5), choice=1, vocab_size=4000)
+    found = ranking.extra_ids(np.array([20, 21, 21]))
+    noise = np.maximum(gumbel(5, 20, np.arange(4000), 1), gumbel(5, 21, np.arange(4000), 1))
+    assert found.tolist() == np.flatnonzero(noise > 5.0).tolist()
+    assert 20 < len(found) < 100
+
+
+@pytest.mark.parametrize(
+    ("verifier", "changes"),
+    [
+        (Verifier.GREEDY, {"temperature": 0.0}),
+        (Verifier.NAIVE, {}),
+        (Verifier.MSS, {}),
+        (Verifier.COUPLED, {"temperature": 0.3}),
+        (Verifier.COUPLED, {"top_p": 0.9}),
+        (Verifier.COUPLED, {"top_k": 20}),
+        (Verifier.COUPLED, {"min_p": 0.05}),
+    ],
+)
+def test_no_extra_tokens_are_asked_for_where_no_tail_is_sampled(verifier, changes):
+    params = SamplingParams(**{"temperature": 1.0, "seed": 5, **changes})
+    assert not len(make_ranking(verifier, params, vocab_size=4000).extra_ids(np.array([20])))
+
+
+def test_coupled_noise_is_the_same_whether_a_whole_row_is_kept_or_not():
+    params = SamplingParams(temperature=1.0, seed=9)
+    kept, fresh = (make_ranking(Verifier.COUPLED, params, vocab_size=size) for size in (50, 0))
+    for position in range(40):
+        kept.extra_ids(np.array([position]))
+    for position in (0, 11, 39):
+        ranked = [ranking.rank(CANDIDATES, situation(4, position=position)) for ranking in (kept, fresh)]
+        assert ranked[0].tokens.tolist() == ranked[1].tokens.tolist()
+        assert ranked[0].priors == pytest.approx(ranked[1].priors)
 
 
 def commit(tokens, scored, budget=32):

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from paceline.client.drafting.drafter import ANCHOR_KEY, Candidates, DraftRequest
+from paceline.client.drafting.drafter import ANCHOR_KEY, NO_LOGPROB, Candidates, DraftRequest
 from paceline.client.drafting.kv_buffer import KVBuffer, bucket_for
 from paceline.client.drafting.onnx_ssm import OnnxDrafter, available_cpus, thread_count
-from paceline.models.graph import DraftShape, DraftWeights, GraphBuilder, LayerWeights
+from paceline.models.draft_weights import DraftShape, DraftWeights, LayerWeights
+from paceline.models.graph import GraphBuilder
 from paceline.shared.errors import BundleError
 
 VOCAB, WIDTH, HEADS, KV_HEADS, HEAD_DIM = 32, 32, 4, 2, 8
 
 
-@pytest.fixture(scope="module")
-def model():
-    """A random two-layer draft in float32, as bytes."""
+def make_weights():
+    """A random two-layer draft."""
     rng = np.random.default_rng(0)
 
     def random(*shape):
@@ -37,7 +39,7 @@ def model():
             down=random(WIDTH, 48),
         )
 
-    weights = DraftWeights(
+    return DraftWeights(
         shape=DraftShape(2, HEADS, KV_HEADS, HEAD_DIM, WIDTH, 1e-5, 16),
         embedding=random(VOCAB, WIDTH) * 4,
         layers=(layer(), layer()),
@@ -46,6 +48,15 @@ def model():
         vocabulary=np.arange(VOCAB, dtype=np.int32),
         inverse_frequencies=(10000.0 ** -(np.arange(0, HEAD_DIM, 2) / HEAD_DIM)).astype(np.float32),
     )
+
+
+@pytest.fixture(scope="module")
+def model():
+    """The same as a graph in float32, as bytes."""
+    return make_graph(make_weights())
+
+
+def make_graph(weights):
     return GraphBuilder(weights, bits=32, head_bits=32).build().SerializeToString()
 
 
@@ -189,3 +200,24 @@ def test_threads_never_exceed_what_the_process_may_use():
 
 def test_empty_candidates_have_rows_and_no_columns():
     assert Candidates.empty(3).token_ids.shape == (3, 0)
+
+
+def test_extra_tokens_stand_beside_the_best_and_none_twice():
+    weights = replace(make_weights(), bridge=np.eye(WIDTH, dtype=np.float32))
+    drafter = OnnxDrafter(make_graph(weights), threads=1)
+    asked = np.array([0, 5, 9, 31], np.int32)
+    one = replace(request(0, [3, 1, 4], width=8), extra_ids=asked)
+    sequence = drafter.start()
+    answer = sequence.expand(one)
+    sequence.close()
+    best, extra = answer.token_ids[0, :8], answer.token_ids[0, 8:]
+    assert extra.tolist() == asked.tolist()
+    possible = answer.token_ids[0][answer.logprobs[0] > NO_LOGPROB]
+    assert sorted(possible.tolist()) == sorted(set(best.tolist()) | set(asked.tolist()))
+    assert prefill(drafter, [3, 1, 4]).logprobs[0, :8] == pytest.approx(answer.logprobs[0, :8], abs=1e-5)
+
+
+def test_graphs_that_score_no_extra_tokens_ignore_them(model):
+    drafter = OnnxDrafter(model, threads=1)
+    one = replace(request(0, [3, 1, 4], width=8), extra_ids=np.array([5], np.int32))
+    assert drafter.start().expand(one).token_ids.shape == (1, 8)

@@ -14,7 +14,8 @@ from paceline.client.drafting import onnx_ssm
 from paceline.client.drafting.drafter import ANCHOR_KEY, DraftRequest
 from paceline.client.drafting.kv_buffer import KVBuffer
 from paceline.client.drafting.onnx_ssm import OnnxDrafter, available_cpus, thread_count
-from paceline.models.graph import DraftShape, DraftWeights, GraphBuilder, LayerWeights
+from paceline.models.draft_weights import DraftShape, DraftWeights, LayerWeights
+from paceline.models.graph import GraphBuilder
 
 HEADS, KV_HEADS, HEAD_DIM, WIDTH = 4, 2, 8, 32
 
