@@ -1,4 +1,4 @@
-"""``paceline bench --real`` as a person runs it, on a tiny random pair: all methods, one text, a simulator beside it."""
+"""``paceline bench --real`` as a person runs it, on a tiny random pair: all methods, one text, the simulator too."""
 
 from __future__ import annotations
 
