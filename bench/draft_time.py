@@ -57,13 +57,13 @@ def time_drafts(
     try:
         while len(walls) <= num_trees and at < len(text) - 1:
             wall, cpu, sent = time.perf_counter(), time.thread_time(), session.stats.drafted
-            _draft(session, drafters, sequences)
+            draft_tree(session, drafters, sequences)
             frames = [message for message in session.outgoing(0.0) if isinstance(message, Grow)]
             walls.append(time.perf_counter() - wall)
             cpus.append(time.thread_time() - cpu)
             nodes.append(sum(len(frame.tokens) for frame in frames))
             assert session.stats.drafted - sent == nodes[-1]
-            num_tokens = _num_accepted(session.tree, text[at:]) + 1
+            num_tokens = num_accepted(session.tree, text[at:]) + 1
             session.receive(Commit(1, at, text[at : at + num_tokens], num_tokens - 1, nodes[-1], 128, 0.05), 0.0)
             at += num_tokens
     finally:
@@ -73,7 +73,7 @@ def time_drafts(
     return DraftTiming(float(np.median(walls[1:]) * 1e3), float(np.median(cpus[1:]) * 1e3), float(np.mean(nodes[1:])))
 
 
-def _draft(session: ClientSession, drafters: Sequence[Drafter], sequences: Sequence[DraftSequence]) -> None:
+def draft_tree(session: ClientSession, drafters: Sequence[Drafter], sequences: Sequence[DraftSequence]) -> None:
     """By turns until nothing is left to ask; instant drafters answer as often as they are asked."""
     busy = True
     while busy:
@@ -86,7 +86,7 @@ def _draft(session: ClientSession, drafters: Sequence[Drafter], sequences: Seque
                     break
 
 
-def _num_accepted(tree: LiveTree, text: NDArray[np.int32]) -> int:
+def num_accepted(tree: LiveTree, text: NDArray[np.int32]) -> int:
     """How many tokens of ``text`` a path of the sent tree holds."""
     row = ANCHOR_ROW
     for depth, token in enumerate(text.tolist()):

@@ -21,6 +21,7 @@ from paceline.bench.draft_time import CONTEXT_LEN, NUM_TREES, time_drafts
 from paceline.bench.lockstep import NO_DRAFTER, Answer, LockstepSettings, run_lockstep, welcome_of
 from paceline.bench.prompts import SHIPPED, Prompt, load_prompts
 from paceline.bench.recorder import prompt_ids
+from paceline.bench.walk import STANDARD_NODES, Written, compare
 from paceline.client.drafting.acceptance import Acceptance
 from paceline.client.drafting.drafter import Drafter
 from paceline.client.drafting.ngram import NGramDrafter
@@ -42,7 +43,8 @@ OnProgress = Callable[[str, int, int], None]
 class EvalSettings:
     """num_nodes, num_levels, width: the tree of every step, see ``TreeBudget``. every: take each k-th prompt.
 
-    max_prompt_len: leave longer prompts out, in tokens. each_alone: measure every drafter by itself as well.
+    max_prompt_len: leave longer prompts out, in tokens. compares: measure other shapes of trees, and every drafter
+    alone, along the same texts as well.
     """
 
     max_tokens: int = 64
@@ -52,7 +54,7 @@ class EvalSettings:
     every: int = 1
     max_prompt_len: int = 4096
     seed: int = 0
-    each_alone: bool = False
+    compares: bool = False
     num_parallel: int = 4
 
     @property
@@ -179,8 +181,9 @@ def evaluate_pair(
         GREEDY: SamplingParams(max_tokens=settings.max_tokens),
         SAMPLED: SamplingParams(temperature=1.0, seed=settings.seed, max_tokens=settings.max_tokens),
     }
-    total = len(items) * (2 + (1 + len(models)) * settings.each_alone)
+    total = 2 * len(items)
     done = 0
+    written: dict[str, list[Written]] = {}
     for name, sampling in samplings.items():
         before = done
 
@@ -189,17 +192,17 @@ def evaluate_pair(
 
         figures[name], answers = evaluation.mode(items, sampling, on_done)
         shares += answers
+        written[name] = _written(items, answers, sampling)
         done += len(items)
     figures["draft_ms"] = _draft_ms(evaluation)
     figures["drafters"] = _shares(evaluation.drafters(), shares)
-    if settings.each_alone:
-        for drafter in evaluation.drafters():
-            alone = evaluation.run(items, [drafter], samplings[GREEDY])
-            steps = sum(answer.stats.verify_steps for answer in alone)
-            tokens = sum(len(answer.token_ids) for answer in alone)
-            figures["drafters"][drafter.name]["greedy_tokens_per_step_alone"] = round(tokens / max(1, steps), 4)
-            done += len(items)
-            on_progress(f"{drafter.name} alone, prompts", done, total)
+    if settings.compares:
+        welcome = welcome_of(Engine(target, EngineSettings()))
+        rows = compare(welcome, written, evaluation.drafters(), lambda at, of: on_progress("kinds of trees", at, of))
+        figures["trees"] = rows
+        for row in rows:
+            if row["drafters"] in figures["drafters"] and row["tree"] == f"dynamic {STANDARD_NODES}":
+                figures["drafters"][row["drafters"]]["alone"] = {name: row[name] for name in samplings}
     figures["meta"] = _meta(manifest, settings, items)
     return figures
 
@@ -214,6 +217,11 @@ def _items(target: Path, prompts: Sequence[Prompt], settings: EvalSettings) -> l
     if not items:
         raise UsageError(f"expected a prompt of at most {settings.max_prompt_len} tokens, got none: raise --max-prompt")
     return items
+
+
+def _written(items: Sequence[_Item], answers: Sequence[Answer], sampling: SamplingParams) -> list[Written]:
+    pairs = zip(items, answers, strict=True)
+    return [Written(item.ids, answer.token_ids, sampling) for item, answer in pairs if len(answer.token_ids)]
 
 
 def _models(folder: Path, manifest: Manifest) -> list[Drafter]:

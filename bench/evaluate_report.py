@@ -7,7 +7,7 @@ from typing import Any
 
 
 def as_lines(figures: Mapping[str, Any]) -> list[str]:
-    """A table by category (higher is better), then draft time and drafters."""
+    """A table by category (higher is better), then draft time, drafters, and kinds of trees if they were compared."""
     modes = [mode for mode in ("greedy", "sampled") if mode in figures]
     categories = sorted({category for mode in modes for category in figures[mode]["by_category"]})
     width = max(len("category"), *(len(category) for category in categories))
@@ -21,10 +21,16 @@ def as_lines(figures: Mapping[str, Any]) -> list[str]:
         f"CPU) at {timing['context']} tokens"
     )
     for name, share in figures["drafters"].items():
-        alone = share.get("greedy_tokens_per_step_alone")
-        tail = "" if alone is None else f", alone {alone:.2f} tokens per step"
+        alone = share.get("alone", {})
+        tail = ", alone " + ", ".join(f"{mode} {value:.2f}" for mode, value in alone.items()) if alone else ""
         lines.append(f"{name}: proposed {share['share_of_accepted']:.1%} of the accepted nodes first{tail}")
+    lines += [_tree_line(row, modes) for row in figures.get("trees", [])]
     return lines
+
+
+def _tree_line(row: Mapping[str, Any], modes: list[str]) -> str:
+    values = ", ".join(f"{mode} {row[mode]:.2f}" for mode in modes)
+    return f"{row['drafters']}, {row['tree']}: {values} tokens per step, {row['draft_ms']:.1f} ms to draft"
 
 
 def _cell(cell: Mapping[str, float] | None) -> str:

@@ -21,7 +21,7 @@ from paceline.shared.errors import BundleError, ModelError
 
 Stage = Callable[[str], None]
 WEIGHTS = Path(__file__).parent / "weights"
-MAKERS = ("delta", "draft", "export", "graph", "quantise", "smooth")
+MAKERS = ("bridge", "delta", "draft", "draft_weights", "export", "graph", "quantise", "smooth")
 
 
 @dataclass(frozen=True, slots=True)

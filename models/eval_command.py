@@ -53,9 +53,17 @@ def evaluate(
     alone: Annotated[
         bool,
         typer.Option(
-            "--alone", help="measure each drafter alone as well (twice the time)", envvar="PACELINE_MODELS_ALONE"
+            "--alone",
+            help="compare chains, static and dynamic trees, each drafter alone and all merged, on the same texts",
+            envvar="PACELINE_MODELS_ALONE",
         ),
     ] = False,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            help="picture of accepted length against draft time, implies --alone", envvar="PACELINE_MODELS_PLOT"
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="of the sampled half", envvar="PACELINE_MODELS_SEED")] = 0,
     json_path: Annotated[
         Path | None, typer.Option("--json", help="write the figures here", envvar="PACELINE_MODELS_JSON")
@@ -73,7 +81,7 @@ def evaluate(
         every=every,
         max_prompt_len=max_prompt,
         seed=seed,
-        each_alone=alone,
+        compares=alone or plot is not None,
     )
     with counted_progress() as progress:
         task = progress.add_task("loading", total=None)
@@ -84,5 +92,9 @@ def evaluate(
         figures = evaluate_pair(model, draft, prompts, settings, on_progress)
     for line in as_lines(figures):
         typer.echo(line)
+    if plot is not None:
+        from paceline.bench.walk_plot import save
+
+        save(figures["trees"], ("greedy", "sampled"), plot)
     if json_path is not None:
         write_bytes(json_path, (json.dumps(figures, indent=2) + "\n").encode())

@@ -251,7 +251,9 @@ class GraphBuilder:
     def _extra(self, normed: str, shifts: str, bridge: Floats) -> None:
         """extra_logprobs float32[m, x] of the tokens extra_ids. shifts [m, Vd]: minus log Z, in every column."""
         first = [self._const(np.array([value])) for value in (0, 1, 1)]
-        shift = self._node("Add", [self._node("Slice", [shifts, *first]), self._const(np.float32([EXTRA_OFFSET]))])
+        shift = self._node(
+            "Add", [self._node("Slice", [shifts, *first]), self._const(np.array([EXTRA_OFFSET], np.float32))]
+        )
         query = self._linear(normed, bridge, 32)
         # The target may have more (padded) ids than the draft's embedding has rows.
         known = self._node("Min", ["extra_ids", self._const(np.array([len(self.weights.embedding) - 1]))])

@@ -103,8 +103,8 @@ def test_report_names_categories_and_drafters() -> None:
             "greedy": {**figures, "by_category": {"qa": figures}},
             "sampled": {**figures, "by_category": {}},
             "draft_ms": {"nodes": 32, "median": 20.0, "cpu_median": 19.0, "context": 500},
-            "drafters": {"ssm-0": {"share_of_accepted": 0.8, "greedy_tokens_per_step_alone": 2.0}},
+            "drafters": {"ssm-0": {"share_of_accepted": 0.8, "alone": {"greedy": 2.0, "sampled": 1.5}}},
         }
     )
     assert any(line.startswith("qa ") and "2.50" in line for line in lines)
-    assert lines[-1] == "ssm-0: proposed 80.0% of the accepted nodes first, alone 2.00 tokens per step"
+    assert lines[-1] == "ssm-0: proposed 80.0% of the accepted nodes first, alone greedy 2.00, sampled 1.50"
