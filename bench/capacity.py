@@ -30,6 +30,8 @@ LEAST_VS_ALONE = 0.97
 LEAST_VS_COLOCATED = 1.3
 _MAX_RUNS = 4
 _CLOSE = 0.01
+_LEAP = 4.0
+"""How far beyond the last run the next one may be."""
 _LEAST_CONCURRENCY = 0.25
 """Generations at once in the least crowded run: if even that one breaks the SLO, nobody can be served."""
 
@@ -97,15 +99,12 @@ class Curve:
         keeps = [point for point in points if point[1] >= wanted]
         (low, low_y) = max(keeps)
         above = [point for point in points if point[0] > low]
-        if above:
-            high, high_y = above[0]
-        else:
-            before = [point for point in points if point[0] < low and point[1] > low_y]
-            if not before:
-                return 2.0 * low
-            high, high_y = before[-1]
+        before = [point for point in points if point[0] < low and point[1] > low_y]
+        if not above and not before:
+            return _LEAP * low
+        high, high_y = above[0] if above else before[-1]
         crossing = low + (low_y - wanted) / (low_y - high_y) * (high - low)
-        return min(crossing, 2.0 * low)
+        return crossing if above else min(crossing, _LEAP * low)
 
 
 def run_capacity(

@@ -37,7 +37,7 @@ STALL_SHARE = 0.1
 _WARM_UP = 0.3
 _MEASURED = 0.8
 """Lengths of the warm-up and, at least, of the window, in durations of a request."""
-_STEPS = 80.0
+_STEPS = 60.0
 """Steps in the window if the step is twice as long as an empty one. With less load more: a percent of p95 is then a
 larger part of the load, and p95 comes from the five slowest steps of a hundred.
 """

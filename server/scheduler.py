@@ -15,10 +15,15 @@ many rows all nodes of a shared step may take together is a matter of its own (`
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.shared.messages import StepTime
+
+DECODING_PER_PART = 8
+MAX_PARTS = 5
+"""Prompts are spread over a step for every eight generations that decode, five at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +87,9 @@ def schedule(
     nodes_left = node_rows - sum(num_nodes)
     prefilling = [i for i, candidate in enumerate(candidates) if candidate.num_missing > 1]
     seconds_left = _prefill_seconds(limits, step_time, limits.max_rows - rows_left, is_shared=bool(decoding))
-    prefill_left = min(rows_left, max(int(seconds_left / max(step_time.per_row_s, 1e-9)), limits.min_chunk))
+    most = max(int(seconds_left / max(step_time.per_row_s, 1e-9)), limits.min_chunk)
+    backlog = sum(candidates[index].num_missing for index in prefilling)
+    prefill_left = min(rows_left, most, max(_spread(backlog, len(decoding)), limits.min_chunk))
     kept = sum(min(candidates[index].num_missing, limits.min_chunk) for index in prefilling)
     for index in prefilling:
         candidate = candidates[index]
@@ -105,6 +112,16 @@ def _prefill_seconds(limits: StepLimits, step_time: StepTime, num_rows: int, *, 
     if not is_shared:
         return 2 * limits.prefill_step_s - seconds
     return min(limits.prefill_step_s - seconds, seconds)
+
+
+def _spread(backlog: int, num_decoding: int) -> int:
+    """Rows of prefill that a step takes at least to be done soon.
+
+    Where many decode, prompts come often: taken whole, they would come in bursts, and one slow step in twenty is what
+    the 95th percentile is made of. So a step takes a part of what there is, and a prompt a few steps more.
+    """
+    parts = min(max(num_decoding / DECODING_PER_PART, 1.0), MAX_PARTS)
+    return math.ceil(backlog / parts)
 
 
 def _share_nodes(candidates: Sequence[Candidate], indices: Sequence[int], rows_left: int) -> list[int]:

@@ -31,7 +31,8 @@ class Known(Curve):
 
     def at(self, rate: float) -> Crowd:
         if rate not in self.points:
-            self.points[rate] = Crowd(rate, np.full(10, self.p95(rate)), 1.0, 0.1, 1.0, is_keeping_up=True)
+            p95 = self.p95(rate)
+            self.points[rate] = Crowd(rate, np.full(10, p95), 1.0, 0.1, 1.0, is_keeping_up=p95 < 1.0)
         return self.points[rate]
 
 
@@ -44,12 +45,17 @@ def test_search_finds_where_p95_meets_the_slo_in_few_runs(guess: float) -> None:
     assert len(curve.points) <= 6
 
 
+def test_search_starts_far_beyond_and_comes_back() -> None:
+    curve = Known(lambda rate: 0.0101 if rate < 3.0 else 0.0101 + 0.0001 * rate)
+    assert curve.capacity(0.0125, 34.0)[0] == pytest.approx(24.0, rel=0.05)
+
+
 def test_search_says_that_nobody_can_be_served() -> None:
     assert Known(lambda rate: 0.011).capacity(0.01, 10.0)[0] == 0.0
 
 
 def test_search_survives_a_server_that_falls_behind() -> None:
-    curve = Known(lambda rate: 0.015 if rate < 40.0 else float("inf"))
+    curve = Known(lambda rate: 0.015 if rate < 40.0 else 9.0)
     rate, _ = curve.capacity(0.02, 70.0)
     assert 10.0 < rate <= 40.0
 

@@ -67,7 +67,16 @@ def test_prefill_makes_a_shared_step_twice_as_long_at_most(num_decoding: int, pr
     group = [Candidate(1, 0, 0, 0)] * num_decoding + [Candidate(prompt, 0, 0, 0)]
     rows = sum(share.num_tokens for share in schedule(group, StepLimits(), model))
     assert model.at(rows) <= 2 * model.at(num_decoding) + 1e-9
-    assert rows >= num_decoding + min(prompt, 200)
+    assert rows >= num_decoding + min(prompt, 16)
+
+
+def test_prompts_are_spread_over_steps_where_many_decode() -> None:
+    model = StepTime(0.0072, 0.00003)
+    chunks = []
+    for num_decoding in (1, 8, 16, 40, 400):
+        group = [Candidate(1, 0, 0, 0)] * num_decoding + [Candidate(60, 0, 0, 0), Candidate(40, 0, 0, 0)]
+        chunks.append(sum(share.num_tokens for share in schedule(group, StepLimits(), model)) - num_decoding)
+    assert chunks == [100, 100, 50, 20, 20]
 
 
 def test_nodes_of_all_generations_together_keep_a_bound() -> None:
