@@ -18,8 +18,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 
 from paceline.server.attention.registry import LayerAttention
+from paceline.server.linear import can_halve
 
-_TOLERANCE = 1e-5
+_TOLERANCES = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
+"""Share of the largest output by which another order of sums may differ."""
 _OPTIONS = ("scaling", "sliding_window", "softcap")
 _POSITIONS = (0, 1, 5, 17)
 _QKV: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
@@ -161,16 +163,16 @@ class _Watch:
             output, answer = output[0], answer[0]
         if output.shape != answer.shape:
             return False
-        return float((answer - output).abs().max()) <= _TOLERANCE * float(output.abs().max())
+        return float((answer - output).abs().max()) <= _TOLERANCES[output.dtype] * float(output.abs().max())
 
 
 def fuse_layers(model: PreTrainedModel, max_bytes: int) -> int:
-    """Replaces what can be fused in a float32 model on a CPU whose attention is already ours, in place.
+    """Replaces what can be fused in a model on a CPU whose attention is already ours, in place.
 
     Merged weights take the place of the stock ones, layer by layer. ``max_bytes`` bounds them all the same: what came
     out of a mapped file took no memory of its own. Returns their bytes.
     """
-    if model.dtype != torch.float32 or model.device.type != "cpu":
+    if model.device.type != "cpu" or (model.dtype != torch.float32 and not can_halve(model.dtype)):
         return 0
     children = [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]
     # Norms first: an attention takes its own along as it finds them.
@@ -206,7 +208,7 @@ def _watched(model: PreTrainedModel, modules: list[nn.Module]) -> _Watch:
 
 def _replacements(stock: nn.Module, watch: _Watch, turns: _Turns) -> Iterator[nn.Module]:
     """What may do the same as ``stock``, to be tried in turn."""
-    if _is_norm(stock):
+    if _is_norm(stock) and stock.get_parameter("weight").dtype == torch.float32:
         weight, eps = stock.get_parameter("weight"), _eps(stock)
         yield FusedNorm(weight, eps, 0.0)
         yield FusedNorm(weight, eps, 1.0)

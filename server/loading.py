@@ -81,7 +81,7 @@ def load_target(
         if quantize is not None:
             arguments["quantization_config"] = _quantization(quantize, torch_device)
         model = AutoModelForCausalLM.from_pretrained(where, dtype=torch_dtype, **arguments)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         raise ModelError(f"cannot load the model {name_or_path}: {_first_line(error)}") from error
     if quantize is None:
         torch.nn.Module.to(model, torch_device)  # in place

@@ -42,26 +42,33 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def _torchao(bits: int) -> Any:
+    """torch's own 4-bit kernels want bfloat16 activations and CUDA; groups of 64 divide every usual width."""
     from torchao.quantization import Int4WeightOnlyConfig, Int8WeightOnlyConfig
     from transformers import TorchAoConfig
 
-    return TorchAoConfig(Int8WeightOnlyConfig() if bits == 8 else Int4WeightOnlyConfig())
+    if bits == 8:
+        return TorchAoConfig(Int8WeightOnlyConfig())
+    return TorchAoConfig(Int4WeightOnlyConfig(group_size=64, int4_packing_format="tile_packed_to_4d"))
 
 
 def _bitsandbytes(bits: int) -> Any:
     from transformers import BitsAndBytesConfig
 
-    return BitsAndBytesConfig(load_in_8bit=bits == 8, load_in_4bit=bits == 4)
+    return BitsAndBytesConfig(load_in_8bit=bits == 8, load_in_4bit=bits == 4, bnb_4bit_quant_type="nf4")
 
 
 def _weight_only(bits: int, device: torch.device) -> Any:
-    if find_spec("torchao") is not None:
-        return _torchao(bits)
-    if find_spec("bitsandbytes") is not None and device.type == "cuda":
-        return _bitsandbytes(bits)
-    raise UsageError(
-        f"--quantize int{bits} needs torchao (or bitsandbytes on cuda), which is not installed: pip install torchao"
-    )
+    """The first installed library that has kernels for it on that device."""
+    on_cuda = device.type == "cuda"
+    usable = {"torchao": bits == 8 or on_cuda, "bitsandbytes": bits == 4 or on_cuda}
+    wanted = [name for name, can in usable.items() if can]
+    found = next((name for name in wanted if find_spec(name) is not None), None)
+    if found is None:
+        raise UsageError(
+            f"--quantize int{bits} on {device.type} needs {' or '.join(wanted)}, which is not installed: "
+            f"pip install {wanted[0]}"
+        )
+    return _torchao(bits) if found == "torchao" else _bitsandbytes(bits)
 
 
 QUANTIZERS: dict[str, Callable[[torch.device], Any]] = {

@@ -18,7 +18,7 @@ from torch.nn.functional import linear
 
 from paceline.models.tokenizer_hash import target_fingerprint
 from paceline.server.batch import Batch, Segment
-from paceline.server.linear import PackedLinear, can_pack, pack_linears
+from paceline.server.linear import HalfLinear, PackedLinear, can_halve, can_pack, pack_linears
 from paceline.server.loading import LoadOptions, load_target, make_target
 from paceline.shared.errors import ModelError, UsageError
 from paceline.shared.tree import TokenTree
@@ -177,11 +177,80 @@ def test_packed_linear_equals_the_stock_layer(rows: int, bias: bool) -> None:
         torch.testing.assert_close(holder(inputs), linear(inputs, stock.weight, stock.bias), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.skipif(not can_pack(), reason="this build of torch has no MKL or no oneDNN")
+def test_packed_linear_takes_weights_that_lie_column_by_column() -> None:
+    torch.manual_seed(1)
+    stock = torch.nn.Linear(48, 65, bias=False)
+    stock.weight = torch.nn.Parameter(stock.weight.detach().t().contiguous().t())
+    packed = PackedLinear(stock)
+    with torch.inference_mode():
+        for rows in (1, 2, 9, 33):
+            inputs = torch.randn(1, rows, 48)
+            torch.testing.assert_close(packed(inputs), linear(inputs, stock.weight), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.skipif(not can_halve(torch.float16), reason="FBGEMM is missing, or the CPU has its own instructions")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [1, 5, 40])
+def test_half_linear_rounds_once_from_exact_weights(dtype: torch.dtype, rows: int) -> None:
+    torch.manual_seed(rows)
+    stock = torch.nn.Linear(48, 65).to(torch.bfloat16).to(dtype)
+    holder = torch.nn.Sequential(stock)
+    if not can_halve(dtype):
+        pytest.skip("the CPU has its own instructions for it")
+    pack_linears(holder, max_bytes=1 << 20)
+    assert isinstance(holder[0], HalfLinear)
+    inputs = torch.randn(1, rows, 48).to(dtype)
+    with torch.inference_mode():
+        got = holder(inputs)
+        expected = linear(inputs.double(), stock.weight.double(), stock.bias.double())
+    assert got.dtype == dtype
+    torch.testing.assert_close(got.double(), expected, atol=1e-6, rtol=max(torch.finfo(dtype).eps, 2e-6))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("odd", [1e5, 3e-7])
+def test_weights_that_16_bits_do_not_hold_are_not_halved(dtype: torch.dtype, odd: float) -> None:
+    stock = torch.nn.Linear(8, 8).to(torch.bfloat16).to(dtype)
+    with torch.no_grad():
+        stock.weight.fill_(0.0 if odd < 1 else 0.5)
+        stock.weight[3, 3] = odd
+    holder = torch.nn.Sequential(stock)
+    pack_linears(holder, max_bytes=1 << 20)
+    assert not isinstance(holder[0], HalfLinear)
+
+
 @pytest.mark.skipif(find_spec("torchao") is not None, reason="torchao is installed")
-@pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_quantisation_without_its_library_says_what_to_install(save: Save, kind: str) -> None:
+def test_quantisation_without_its_library_says_what_to_install(save: Save) -> None:
     with pytest.raises(UsageError, match="pip install torchao"):
-        load_target(str(save()), device="cpu", quantize=kind)
+        load_target(str(save()), device="cpu", quantize="int8")
+
+
+@pytest.mark.skipif(find_spec("bitsandbytes") is not None, reason="bitsandbytes is installed")
+def test_four_bits_on_a_cpu_want_the_library_that_has_them(save: Save) -> None:
+    with pytest.raises(UsageError, match="int4 on cpu needs bitsandbytes"):
+        load_target(str(save()), device="cpu", quantize="int4")
+
+
+@pytest.mark.parametrize(("kind", "library", "likeness"), [("int8", "torchao", 0.99), ("int4", "bitsandbytes", 0.85)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.filterwarnings("ignore")
+def test_quantised_weights_answer_much_like_the_full_ones(
+    save: Save, kind: str, library: str, likeness: float, dtype: str
+) -> None:
+    pytest.importorskip(library)
+    folder = str(save(hidden_size=128, intermediate_size=256, initializer_range=0.1))
+    prompt = np.array([5, 9, 3, 7], np.int32)
+
+    def logits(quantize: str | None) -> torch.Tensor:
+        target = load_target(folder, device="cpu", dtype=dtype, kv_memory=1 << 20, quantize=quantize)
+        target.pool.open(1, prompt)
+        target.pool.reserve(1, len(prompt))
+        return target.forward(Batch((Segment(1, 0, prompt, TokenTree.empty()),))).float()
+
+    full, reduced = logits(None), logits(kind)
+    assert not torch.equal(full, reduced)
+    assert float(torch.cosine_similarity(full, reduced).min()) > likeness
 
 
 def test_linears_stay_stock_without_the_memory() -> None:
