@@ -10,7 +10,7 @@ Not here: naive and mss, whose texts depend on the drafts (``lockstep``).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -74,7 +74,7 @@ def _dynamic(nodes: int) -> Shape:
 
 def compare(
     welcome: Welcome,
-    modes: dict[str, Sequence[Written]],
+    modes: Mapping[str, Sequence[Written]],
     drafters: Sequence[Drafter],
     on_done: Callable[[int, int], None] = lambda done, of: None,
 ) -> list[dict[str, float | str]]:
