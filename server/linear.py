@@ -62,14 +62,13 @@ class HalfLinear(nn.Module):
     """Does what the ``nn.Linear`` that it replaces does, with weights of 16 bits and sums of 32.
 
     FBGEMM widens the weights on their way from memory, so one row takes half the traffic of float32 and a tree does
-    not fall back on emulated bfloat16. Inputs are widened and outputs rounded once, as the stock product does.
+    not fall back on emulated bfloat16. Inputs are widened and outputs rounded once, as the stock product does. The
+    stock weight is let go.
     """
 
     def __init__(self, stock: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = stock.in_features, stock.out_features
-        # The head's weight is the embedding's as well; every other one is not needed any more.
-        self.weight = stock.weight
         bias = None if stock.bias is None else stock.bias.detach().float()
         self._packed = torch.ops.quantized.linear_prepack_fp16(stock.weight.detach().float().contiguous(), bias)
 

@@ -30,8 +30,8 @@ def resolve_device(name: str) -> torch.device:
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     """``auto`` is bfloat16 on CUDA and float32 on a CPU.
 
-    On a CPU float32 is exact and, with packed weights, also the fastest here: without bfloat16 instructions a bfloat16
-    product is slower than float32 from a few rows on. Raises ``UsageError``.
+    On a CPU float32 is exact, and about as fast as bfloat16 where there are no instructions for the latter (see
+    ``linear``). Raises ``UsageError``.
     """
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
