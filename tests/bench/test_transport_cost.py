@@ -19,7 +19,7 @@ RECORDINGS = RecordingSet.load(SHIPPED).recordings
 
 
 def cell(rtt_ms: float, temperature: float = 0.0) -> Cell:
-    """The embedded pair, ids as they are. Sampled, its drafts are ranked with noise and rarely right: the worst case."""
+    """The embedded pair, ids as they are. Sampled, its drafts are ranked with noise and rarely right."""
     recording = replace(RECORDINGS[1], temperature=temperature, seed=7 if temperature else 0)
     return Cell((recording,), VOCAB, StepTime(0.0299, 0.0001), LinkModel(rtt_ms / 1e3), DraftTime())
 
