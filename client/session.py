@@ -31,6 +31,7 @@ from paceline.client.drafting.policy import BestFirstPolicy, Conditions, Policy,
 from paceline.client.drafting.ranking import make_ranking
 from paceline.client.events import Event, Failed, Finished, Started, Tokens
 from paceline.client.faults import error_from_fault
+from paceline.client.flight import Flight
 from paceline.client.growth import Growth, join_frames
 from paceline.client.hold import Hold
 from paceline.shared.errors import PacelineError, ProtocolError
@@ -118,6 +119,7 @@ class ClientSession:
         self._asked_at = [0.0] * len(self._drafters)
         self._retired: set[int] = set()
         self._hold = Hold(self._growth.tree, self.controller, self._prospect)
+        self._flight = Flight(self._growth.tree, self.controller)
         models = [number for number, drafter in enumerate(self._drafters) if not drafter.is_instant]
         self._main_drafter = models[0] if models else None
         self._outbox: list[ClientMessage] = []
@@ -191,6 +193,7 @@ class ClientSession:
         self.stats.reopened += 1
         self._outbox.clear()
         self._growth.restart()
+        self._flight.restart()
         self.open(now)
         self._grow()
 
@@ -223,6 +226,7 @@ class ClientSession:
             at = self.num_committed
             drafted = (np.arange(len(commit.tokens)) < commit.num_drafted)[num_known:]
             self.controller.observe_commit(commit, top_hit=self._growth.commit(fresh))
+            self._flight.on_commit(now, commit.num_scored)
             self.stats.verify_steps += 1
             self.stats.accepted += int(drafted.sum())
             self.stats.scored += commit.num_scored
@@ -292,7 +296,7 @@ class ClientSession:
             self._main_drafter = None
 
     def _conditions(self, drafter: int | None = None) -> Conditions:
-        return self.controller.conditions(self.max_depth(drafter), drafter or 0)
+        return self.controller.conditions(self.max_depth(drafter), drafter or 0, scored_id=self._flight.scored_id)
 
     def outgoing(self, now: float) -> list[ClientMessage]:
         """What is to be sent now, in order. Frames that directly follow each other travel as one."""
@@ -300,7 +304,7 @@ class ClientSession:
         if self._main_drafter is not None and not self.is_done and self._hold.is_held(now):
             self._outbox = [message for message in messages if isinstance(message, Grow)]
             messages = [message for message in messages if not isinstance(message, Grow)]
-        return join_frames(messages, self._welcome.limits.max_frame_nodes)
+        return self._flight.on_sent(now, join_frames(messages, self._welcome.limits.max_frame_nodes))
 
     def _grow(self) -> None:
         """Queue what has become worth sending, so that it can be expanded at once."""

@@ -128,8 +128,7 @@ class Engine:
         try:
             growth = participant.generation.grow(frame)
             participant.budget.observe(growth.judged, growth.accepted)
-            if growth.num_joined:
-                participant.patience.on_nodes(now)
+            participant.patience.on_frame(now, frame.at)
         except PacelineError as error:
             self._fail(participant, error)
         self.counters.num_stale += live.num_stale - num_stale
@@ -282,7 +281,13 @@ class Engine:
         self.target.pool.publish(participant.sequence, generation.tokens)
         participant.num_verified += num_scored
         participant.budget.observe(*generation.live.judge(waiting))
-        participant.patience.on_commit(now, has_nodes=participant.has_nodes, was_bare=not num_scored)
+        participant.patience.on_commit(
+            now,
+            generation.length,
+            num_tokens=num_committed,
+            num_scored=num_scored,
+            has_nodes=participant.has_nodes,
+        )
         self.counters.num_drafted_steps += num_scored > 0
         self.counters.num_scored += num_scored
         self.counters.num_accepted += committed.num_drafted

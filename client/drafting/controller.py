@@ -178,8 +178,8 @@ class Controller:
         """Whether the server takes no nodes now: it is busy, or ours were wrong."""
         return self._node_budget == 0
 
-    def conditions(self, max_depth: int, drafter: int = 0) -> Conditions:
-        """The conditions of this moment. max_depth: what remaining output and context allow."""
+    def conditions(self, max_depth: int, drafter: int = 0, *, scored_id: int = 0) -> Conditions:
+        """The conditions of this moment. max_depth: what remaining output and context allow. scored_id: see there."""
         step_s = self.step_s
         rows = 1.0 + self._scored.value
         threshold = self._tokens_per_step.value * self._step_time.per_row_s / self._step_time.at(rows)

@@ -6,8 +6,9 @@ pay, and sends every candidate that is worth its row in the server's batch.
 
 A node that reaches the server after its position was committed can only connect deeper ones. So a node shallower than
 the *lateness* (in tokens) is worth what a typical continuation keeps down to it: odds * follow^(lateness - depth).
-The step in flight and those before the frame arrives decide the tokens down to the lateness; only a node that is still
-alive then takes a row. So whether it pays for its row is judged by its odds given its ancestor at that depth.
+The step in flight decides the nodes that it scores and one token more, and those before the frame arrives the tokens
+down to the lateness; only a node that is still alive then takes a row. So whether it pays for its row is judged by its
+odds given the ancestor with which it would be alive.
 
 Not here: where thresholds come from (``controller``).
 """
@@ -26,7 +27,7 @@ from paceline.shared.errors import ParameterError
 
 Rows = NDArray[np.int64]
 _NO_ROWS: Rows = np.zeros(0, np.int64)
-_LEAST_ODDS = 1e-3
+_LEAST_ODDS = 3e-4
 """Odds below which a row is not worth its bytes, whatever its ancestors become."""
 _MAX_CALL_ROWS = 32
 
@@ -46,7 +47,7 @@ class Conditions:
     threshold: odds from which a node pays for its row in the server's batch. lateness: tokens that the server commits
     before a fresh draft can arrive. follow: chance that the likeliest candidate comes true. max_depth: deepest useful
     node. max_nodes: how many sent nodes may be live. sends: False while speculation is off (candidates are only scored
-    against what gets committed).
+    against what gets committed). scored_id: sent nodes with lower ids are in the step in flight.
     """
 
     threshold: float
@@ -55,6 +56,7 @@ class Conditions:
     max_depth: int
     max_nodes: int
     sends: bool = True
+    scored_id: int = 0
 
     def values(self, depths: NDArray[np.int32], odds: NDArray[np.float64]) -> NDArray[np.float64]:
         """float64[n]: what rows of these depths and odds are worth, see the module's text."""
@@ -216,11 +218,17 @@ class BestFirstPolicy:
 
     def _worth(self, tree: LiveTree, conditions: Conditions) -> NDArray[np.float64]:
         """float64[n]: what each row is worth in units of what it must be, see the module's text."""
-        standing = np.ones(len(tree))
-        first = 1 + int(conditions.lateness)
-        for depth in range(first + 1, int(tree.depths.max(initial=0)) + 1):
-            level = np.flatnonzero(tree.depths == depth)
-            standing[level] = standing[tree.parents[level]] * tree.chances[level]
+        standing = np.ones(len(tree) + 1)
+        # Rows that are decided before a fresh one can be scored: those in the step in flight, and some behind them.
+        left = np.full(len(tree) + 1, 1 + int(conditions.lateness))
+        is_scored = tree.sent & (tree.ids < conditions.scored_id)
+        for depth in range(1, int(tree.depths.max(initial=0)) + 1):
+            level = np.flatnonzero((tree.depths == depth) & ~is_scored)
+            above = tree.parents[level] + 1
+            is_decided = left[above] > 0
+            left[level + 1] = np.maximum(left[above] - 1, 0)
+            standing[level + 1] = standing[above] * np.where(is_decided, 1.0, tree.chances[level])
+        standing = standing[1:]
         return np.minimum(standing / conditions.threshold, tree.odds / _LEAST_ODDS)
 
     def send(self, tree: LiveTree, conditions: Conditions) -> Rows:

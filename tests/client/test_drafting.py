@@ -67,7 +67,7 @@ def test_static_policy_expands_level_by_level_to_its_depth():
 
 
 def test_best_first_policy_expands_the_likeliest_and_skips_the_hopeless():
-    tree = tree_of([ANCHOR_ROW, ANCHOR_ROW, 0], [1, 2, 3], [0.8, 0.0004, 0.9])
+    tree = tree_of([ANCHOR_ROW, ANCHOR_ROW, 0], [1, 2, 3], [0.8, 0.0001, 0.9])
     tree.anchor_expanded = 1
     choice = BestFirstPolicy().select(tree, 0, WIDE, CallCost(base_s=0.0, per_row_s=1.0))
     assert choice.rows.tolist() == [0, 2], "the best unexpanded row, with the ancestor that it needs"

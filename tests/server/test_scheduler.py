@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from paceline.server.acceptance import Acceptance, NodeBudget
 from paceline.server.counters import EngineCounters
 from paceline.server.overload import overloaded, seconds_until_room
-from paceline.server.patience import Patience
+from paceline.server.patience import Habits, Patience
 from paceline.server.scheduler import Candidate, StepLimits, min_rate, schedule
 from paceline.server.steptime import StepTimeModel
 from paceline.shared.messages import StepTime
@@ -159,38 +159,72 @@ def test_model_with_one_size_of_step_stays_sane() -> None:
     assert 0.0 <= model.current.per_row_s < 0.002
 
 
-def run_patience(patience: Patience, gap: float, *, steps: int, step: float = 0.04) -> float:
-    """Commits every step; a draft arrives ``gap`` after each. Returns the wait offered at the end."""
-    now = 0.0
+def run_patience(patience: Patience, gap: float, *, steps: int, step: float = 0.04, tokens: int = 2) -> float:
+    """Commits every step; a draft arrives ``gap`` after each, and steps that it reaches bring ``tokens`` each.
+
+    Returns the wait offered at the end.
+    """
+    now, length = 0.0, 10
+    patience.on_commit(now, length, num_tokens=1, num_scored=0, has_nodes=False)
     for _ in range(steps):
-        patience.on_commit(now, has_nodes=False)
-        if gap < step:
-            patience.on_nodes(now + gap)
-        now += step
-    patience.on_commit(now, has_nodes=False)
-    return patience.hold_until(StepTime(step, 0.0), accepted_per_step=2.0) - now
+        until = patience.hold_until(StepTime(step, 0.0), float(tokens - 1))
+        patience.on_frame(now + gap, length)
+        is_held = until >= now + gap
+        now += step + (gap if is_held else 0.0)
+        num_tokens = tokens if is_held else 1
+        length += num_tokens
+        patience.on_commit(now, length, num_tokens=num_tokens, num_scored=8 * is_held, has_nodes=False)
+    return patience.hold_until(StepTime(step, 0.0), float(tokens - 1)) - now
 
 
-def test_patience_waits_only_for_drafts_that_come_soon_and_surely() -> None:
+def test_patience_waits_only_for_drafts_that_come_soon() -> None:
     assert 0.003 <= run_patience(Patience(None), 0.003, steps=30) < 0.02
-    assert run_patience(Patience(None), 0.03, steps=30) < 0
+    assert run_patience(Patience(None), 0.035, steps=30) < 0
     assert run_patience(Patience(None), 9.0, steps=30) < 0
-    assert run_patience(Patience(None), 0.003, steps=2) < 0
+    assert run_patience(Patience(None), 0.003, steps=0) <= 0
 
 
-def test_a_vain_wait_ends_adaptive_patience_soon() -> None:
+def test_one_draft_tells_patience_when_to_expect_the_next() -> None:
+    assert run_patience(Patience(None), 0.003, steps=1) > 0.003
+
+
+def test_patience_does_not_wait_for_drafts_that_bring_nothing() -> None:
+    assert run_patience(Patience(None), 0.003, steps=30, tokens=1) < 0
+
+
+def test_what_one_generation_showed_the_next_one_of_its_client_knows() -> None:
+    habits = Habits()
+    run_patience(Patience(None, habits), 0.003, steps=30)
+    assert run_patience(Patience(None, habits), 0.003, steps=0) > 0.003
+
+
+@given(st.lists(st.tuples(st.floats(0.0, 0.2), st.integers(1, 6), st.integers(0, 40), st.booleans()), max_size=60))
+def test_patience_never_waits_longer_than_drafts_were_seen_to_take(steps: list[tuple[float, int, int, bool]]) -> None:
+    patience = Patience(None)
+    now, length, longest = 0.0, 10, 0.0
+    for gap, num_tokens, num_scored, has_nodes in steps:
+        patience.on_commit(now, length, num_tokens=num_tokens, num_scored=num_scored, has_nodes=has_nodes)
+        patience.on_frame(now + gap, length)
+        longest = max(longest, gap)
+        assert patience.hold_until(StepTime(0.04, 0.0001), 1.5) - now <= 3.0 * longest + 0.003
+        now, length = now + gap + 0.04, length + num_tokens
+
+
+def test_vain_waits_end_adaptive_patience_soon() -> None:
     patience = Patience(None)
     run_patience(patience, 0.003, steps=30)
     now = 100.0
-    for vain in range(4):
-        patience.on_commit(now + vain, has_nodes=False)
+    for vain in range(2):
+        patience.on_commit(now + vain, 100 + vain, num_tokens=1, num_scored=0, has_nodes=False)
+        patience.hold_until(StepTime(0.04, 0.0), 2.0)
+    patience.on_commit(now + 2, 102, num_tokens=1, num_scored=0, has_nodes=False)
     assert patience.hold_until(StepTime(0.04, 0.0), 2.0) < now
 
 
 def test_a_wish_is_kept_to_the_letter() -> None:
     strict, eager = Patience(0.5), Patience(0.0)
     for patience in (strict, eager):
-        patience.on_commit(10.0, has_nodes=False)
+        patience.on_commit(10.0, 5, num_tokens=1, num_scored=0, has_nodes=False)
     assert strict.hold_until(MODEL, 0.0) == 10.5
     assert eager.hold_until(MODEL, 5.0) == 10.0
     assert strict.is_strict
