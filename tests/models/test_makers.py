@@ -194,7 +194,7 @@ def test_pair_is_evaluated_greedily_and_sampled(
     assert made["draft_ms"]["nodes"] == 8 and made["draft_ms"]["median"] > 0
     assert set(made["drafters"]) == {"ngram", "ssm-0"}
     assert sum(share["share_of_accepted"] for share in made["drafters"].values()) == pytest.approx(1, abs=0.01)
-    assert made["drafters"]["ngram"]["greedy_tokens_per_step_alone"] >= 1
+    assert made["drafters"]["ngram"]["alone"]["greedy"] >= 1
     assert "tokens" in capsys.readouterr().out
     assert main([*command, "--max-prompt", "2"]) == 2
     assert "--max-prompt" in capsys.readouterr().err
