@@ -29,7 +29,7 @@ MAX_LOSS_ADDED = 0.05
 
 @dataclass(frozen=True, slots=True)
 class PackSettings:
-    """step: grid of the difference in standard deviations of a row (0.5 is about 3.6 bits a weight, 0.7 about 3.0).
+    """step: grid of the difference in standard deviations of a row (0.5 is about 3.1 bits a weight, 0.7 about 2.6).
 
     min_agreement: what `build` demands of the quantised graph. num_candidates: that a row of it returns; where output
     is sampled, the shared noise can lift any of them to the first place. max_loss_added: nats that rounding may cost.
