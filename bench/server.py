@@ -42,9 +42,7 @@ class Connection:
 class SimulatedServer:
     """Steps as long as there is something to do, like the engine thread, without a thread."""
 
-    def __init__(
-        self, clock: VirtualClock, target: RecordedTarget, cost: ServerCost, settings: EngineSettings
-    ) -> None:
+    def __init__(self, clock: VirtualClock, target: RecordedTarget, cost: ServerCost, settings: EngineSettings) -> None:
         self._clock = clock
         self._target = target
         self._cost = cost
