@@ -18,10 +18,11 @@ from numpy.typing import NDArray
 from paceline.bench.budget_policy import BudgetPolicy, TreeBudget
 from paceline.bench.coverage import Coverage, CoverageMeter
 from paceline.bench.draft_time import CONTEXT_LEN, NUM_TREES, time_drafts
-from paceline.bench.lockstep import NO_DRAFTER, Answer, LockstepSettings, run_lockstep, welcome_of
+from paceline.bench.lockstep import NO_DRAFTER, ROUND_S, Answer, LockstepSettings, run_lockstep, welcome_of
 from paceline.bench.prompts import SHIPPED, Prompt, load_prompts
 from paceline.bench.recorder import prompt_ids
 from paceline.bench.walk import STANDARD_NODES, Written, compare
+from paceline.bench.whole_trees import WholeTreeEngine
 from paceline.client.drafting.acceptance import Acceptance
 from paceline.client.drafting.drafter import Drafter
 from paceline.client.drafting.ngram import NGramDrafter
@@ -32,10 +33,13 @@ from paceline.models.manifest import Manifest, load_manifest
 from paceline.server.engine import Engine, EngineSettings
 from paceline.server.target import Target
 from paceline.shared.errors import UsageError
+from paceline.shared.messages import StepTime
 from paceline.shared.sampling import SamplingParams
 
 GREEDY, SAMPLED = "greedy", "sampled"
 NO_CATEGORY = "all"
+_FREE_ROWS = StepTime(ROUND_S, 0.0)
+"""Steps of one length: generations that share them must not cut each other's trees."""
 OnProgress = Callable[[str, int, int], None]
 
 
@@ -124,7 +128,9 @@ class Evaluation:
         )
         answers: list[Answer] = []
         for at in range(0, len(items), settings.num_parallel):
-            engine = Engine(self.target, EngineSettings(max_running=settings.num_parallel))
+            engine = WholeTreeEngine(
+                self.target, EngineSettings(max_running=settings.num_parallel, step_time=_FREE_ROWS)
+            )
             tasks = [
                 Task(item.ids, sampling, sampling.default_verifier(), patience_s=0.0)
                 for item in items[at : at + settings.num_parallel]

@@ -13,39 +13,12 @@ import asyncio
 import sys
 from collections.abc import Sequence
 
-from paceline.server.acceptance import NodeBudget
+from paceline.bench.whole_trees import WholeTreeEngine
 from paceline.server.app import ServerState
 from paceline.server.driver import EngineDriver, Served
-from paceline.server.engine import Engine
-from paceline.server.participant import Key
 from paceline.server.serving import bind, load, run_server
 from paceline.server.settings import ServerSettings, make_settings
 from paceline.shared.errors import PacelineError
-from paceline.shared.messages import Open
-
-
-class WholeTrees(NodeBudget):
-    """Every node pays."""
-
-    def __init__(self, max_nodes: int) -> None:
-        super().__init__(max_nodes)
-        self._all = max_nodes
-
-    def paying(self, min_rate: float) -> int:
-        """All of them."""
-        del min_rate
-        return self._all
-
-
-class WholeTreeEngine(Engine):
-    """Our engine without our node budget."""
-
-    def open(self, key: Key, request: Open, now: float) -> None:
-        """See ``Engine.open``."""
-        super().open(key, request, now)
-        participant = self.find(key)
-        assert participant is not None
-        participant.budget = WholeTrees(self.settings.max_nodes)
 
 
 def _load(settings: ServerSettings) -> Served:
