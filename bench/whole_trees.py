@@ -1,7 +1,7 @@
 """Our engine, but it scores every node that it is sent.
 
-For what measures trees of a given size (``evaluate``) and for methods that score whole trees (``whole_tree_server``): ours
-scores the nodes that pay, in a shared step also those that leave the others their pace.
+For what measures trees of a given size (``evaluate``) and for methods that score whole trees (``whole_tree_server``).
+Ours scores the nodes that pay, in a shared step also only those that leave the others their pace.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def test_engine_with_an_always_wrong_drafter_writes_the_same_and_cuts_its_budget
     world.run()
     assert client.received == expected
     assert sum(commit.num_drafted for commit in client.commits) == 0
-    assert client.commits[0].node_budget >= 16
+    assert client.commits[0].node_budget >= 8
     assert max(commit.node_budget for commit in client.commits[40:]) <= 4
     assert sum(commit.num_scored for commit in client.commits[40:]) <= 40
 
