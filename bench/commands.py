@@ -25,6 +25,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 _RTTS, _STEPS = "0,10,20,40,80,150,300", "30"
 _CAPACITY_RTTS, _CAPACITY_STEPS = "20", "8b-h100,70b-4xh100"
+_PROMISE_RTTS, _PROMISE_STEPS = "0,5,10,20,40,80,150,300", "15,30,60"
 
 _EXAMPLES = """
 Examples:
@@ -36,6 +37,8 @@ Examples:
   paceline bench --real --rtt 0,20,80 --json real.json  processes over loopback, through a delaying relay
 
   paceline bench --simulate --capacity --json c.json    how many clients one server holds, by latency
+
+  paceline bench --simulate --promises --json p.json    what the grid promises, pass or fail; minutes
 
   paceline bench --prompts my.jsonl --calibrate         your prompts, this machine's step time
 
@@ -83,6 +86,9 @@ def bench(
     capacity: Annotated[
         bool, typer.Option("--capacity", help="clients that one server can serve, simulated with Poisson arrivals")
     ] = False,
+    promises: Annotated[
+        bool, typer.Option("--promises", help="check the grid's promises, simulated; exit code 1 when one fails")
+    ] = False,
     slo: Annotated[
         str,
         typer.Option(
@@ -93,7 +99,8 @@ def bench(
     rtt: Annotated[
         str | None,
         typer.Option(
-            help=f"round trip times in ms, with commas; {_RTTS}, or {_CAPACITY_RTTS} in --capacity, if not set",
+            help=f"round trip times in ms, with commas; {_RTTS}, or {_CAPACITY_RTTS} in --capacity, "
+            f"or {_PROMISE_RTTS} in --promises, if not set",
             envvar="PACELINE_BENCH_RTT",
         ),
     ] = None,
@@ -101,7 +108,7 @@ def bench(
         str | None,
         typer.Option(
             help="one-token step times in ms, BASE+ROW in ms, or presets, with commas; "
-            f"{_STEPS}, or {_CAPACITY_STEPS} in --capacity, if not set",
+            f"{_STEPS}, or {_CAPACITY_STEPS} in --capacity, or {_PROMISE_STEPS} in --promises, if not set",
             envvar="PACELINE_BENCH_STEP",
         ),
     ] = None,
@@ -142,10 +149,14 @@ def bench(
     ] = None,
 ) -> None:
     mode = _mode(simulate=simulate, real=real, engine=engine, verifiers=verifiers, flips=flips)
-    if capacity and mode is not Mode.SIMULATE:
-        raise UsageError(f"expected --capacity with --simulate, got it with --{mode}")
-    rtts = _numbers("rtt", (_CAPACITY_RTTS if capacity else _RTTS) if rtt is None else rtt)
-    step = (_CAPACITY_STEPS if capacity else _STEPS) if step is None else step
+    if (capacity or promises) and mode is not Mode.SIMULATE:
+        raise UsageError(f"expected --{'capacity' if capacity else 'promises'} with --simulate, got it with --{mode}")
+    if promises and (capacity or methods or jitter or plot):
+        raise UsageError("expected --promises without --capacity, --methods, --jitter and --plot")
+    usual_rtts = _CAPACITY_RTTS if capacity else _PROMISE_RTTS if promises else _RTTS
+    usual_steps = _CAPACITY_STEPS if capacity else _PROMISE_STEPS if promises else _STEPS
+    rtts = _numbers("rtt", usual_rtts if rtt is None else rtt)
+    step = usual_steps if step is None else step
     steps = tuple(part.strip() for part in step.split(",") if part.strip())
     for one in steps:
         step_time_of(one)
@@ -158,6 +169,16 @@ def bench(
         recordings = _recordings(prompts, model, max_tokens, console)
         search = CapacityPlan(recordings, steps, _numbers("slo", slo), rtts, _draft_time(recordings, draft_ms), seed)
         _capacity(search, json_path, plot, console)
+        return
+    if promises:
+        from paceline.bench.grid import Grid
+        from paceline.bench.link import LinkModel
+        from paceline.bench.promises import check_promises
+
+        recordings, link = _recordings(prompts, model, max_tokens, console), LinkModel(loss=loss)
+        steps = _calibrated(model, console) if calibrate else steps
+        grid = Grid(recordings, rtts, steps, (), link, 0.0, _draft_time(recordings, draft_ms), clients, seed)
+        check_promises(grid, json_path, lambda line: console.print(line, highlight=False))
         return
     if mode is Mode.ENGINE:
         from paceline.bench.engine import run_engine_bench

@@ -5,7 +5,7 @@ Not here: what a method does (``methods``), and how results look (``report``, ``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from paceline.bench.costs import DraftTime, step_time_of
@@ -47,23 +47,29 @@ class Results:
 
 def run_grid(grid: Grid, progress: Callable[[str], None] = lambda line: None) -> Results:
     """Raises ``UsageError`` for an empty set of recordings."""
+    rows: list[Row] = []
+    outcomes: dict[CellKey, dict[str, Outcome]] = {}
+    for (rtt_ms, step), cell in cells_of(grid):
+        found = outcomes.setdefault((rtt_ms, step), {})
+        for name in grid.methods:
+            progress(f"rtt {rtt_ms:g} ms, step {step}, {name}")
+            found[name] = _method(name)(cell)
+            rows.append(_row(name, found[name], cell, rtt_ms))
+    return Results(with_speedups(rows), outcomes)
+
+
+def cells_of(grid: Grid) -> Iterator[tuple[CellKey, Cell]]:
+    """The cells, step times outermost. Raises ``UsageError`` for an empty set of recordings."""
     if not grid.recordings.recordings:
         raise UsageError("expected at least one recorded prompt, got none")
     is_greedy = all(not recording.temperature for recording in grid.recordings.recordings)
     recordings, vocab_size = renumbered(grid.recordings) if is_greedy else (grid.recordings, _vocab(grid.recordings))
-    rows: list[Row] = []
-    outcomes: dict[CellKey, dict[str, Outcome]] = {}
     for step in grid.steps:
         _, step_time = step_time_of(step)
         for rtt_ms in grid.rtts_ms:
             link = replace(grid.link, rtt_s=rtt_ms / 1e3, jitter_s=grid.jitter_share * rtt_ms / 1e3)
             cell = Cell(recordings.recordings, vocab_size, step_time, link, grid.draft_time, grid.clients, grid.seed)
-            found = outcomes.setdefault((rtt_ms, step), {})
-            for name in grid.methods:
-                progress(f"rtt {rtt_ms:g} ms, step {step}, {name}")
-                found[name] = _method(name)(cell)
-                rows.append(_row(name, found[name], cell, rtt_ms))
-    return Results(with_speedups(rows), outcomes)
+            yield (rtt_ms, step), cell
 
 
 def _method(name: str) -> Callable[[Cell], Outcome]:
@@ -81,11 +87,14 @@ def _row(name: str, outcome: Outcome, cell: Cell, rtt_ms: float) -> Row:
         step_ms=round(1e3 * cell.step_time.at(1), 3),
         clients=cell.clients,
         shape=outcome.shape,
-        flips=sum(
-            count_flips(one.token_ids, cell.recordings[i % len(cell.recordings)])
-            for i, one in enumerate(outcome.served)
-        ),
+        flips=flips_of(outcome, cell),
     )
+
+
+def flips_of(outcome: Outcome, cell: Cell) -> int:
+    """Tokens of all requests that are missing or not the recorded ones."""
+    recordings = cell.recordings
+    return sum(count_flips(one.token_ids, recordings[i % len(recordings)]) for i, one in enumerate(outcome.served))
 
 
 def count_flips(token_ids: Sequence[int], recording: Recording) -> int:
