@@ -84,6 +84,20 @@ examples:
   paceline complete "Write a haiku" --chat --temperature 0.7 --seed 1 --json
 """
 
+_CHAT_EXAMPLES = """
+examples:
+
+  paceline chat --server http://127.0.0.1:8765
+
+  paceline chat --system "Answer in one sentence." --temperature 0.7 --remember
+"""
+
+_FORGET_EXAMPLES = """
+example:
+
+  paceline forget
+"""
+
 
 def _run(coroutine: Coroutine[Any, Any, Result], verbose: bool) -> Result:
     logging.basicConfig(level=logging.INFO if verbose else logging.ERROR, stream=sys.stderr, format="%(message)s")
@@ -178,7 +192,7 @@ def as_object(completion: Completion) -> dict[str, Any]:
     }
 
 
-@chat_app.command()
+@chat_app.command(epilog=_CHAT_EXAMPLES)
 def chat(
     server: Server = "http://127.0.0.1:8765",
     api_key: ApiKey = None,
@@ -249,7 +263,7 @@ def _read_line() -> str:
         return ""
 
 
-@forget_app.command()
+@forget_app.command(epilog=_FORGET_EXAMPLES)
 def forget() -> None:
     """Delete every conversation that --remember kept on this machine."""
     try:

@@ -70,12 +70,14 @@ def serve(
     """Serve a target model to clients that draft, and to any OpenAI client without drafts."""
     # Every parameter is a setting of the same name.
     values = dict(locals())
-    from paceline.server.serving import serve as run
     from paceline.server.settings import make_settings
 
     _set_up_logging(log_level)
     try:
-        code = run(make_settings(**{name: value for name, value in values.items() if value not in (None, [])}))
+        settings = make_settings(**{name: value for name, value in values.items() if value not in (None, [])})
+        from paceline.server.serving import serve as run  # imports torch: seconds that a wrong option need not wait
+
+        code = run(settings)
     except PacelineError as error:
         typer.echo(f"error: {error}", err=True)
         code = error.exit_code

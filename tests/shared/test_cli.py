@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from importlib.metadata import EntryPoint
 
@@ -70,3 +72,19 @@ def test_every_declared_command_exists() -> None:
     for entry in cli._commands().values():
         assert isinstance(entry, EntryPoint)
         assert callable(entry.load())
+
+
+@pytest.mark.parametrize("name", cli._commands())
+def test_help_of_every_command_shows_how_it_is_typed(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([name, "--help"]) == 0
+    assert f"paceline {name}" in capsys.readouterr().out.lower().split("example")[-1]
+
+
+def test_wrong_option_of_the_server_is_refused_before_torch_is_loaded() -> None:
+    script = (
+        "import sys; from paceline.shared.cli import main; code = main(['serve', '--padding', '-1']); "
+        "sys.exit(code if 'torch' not in sys.modules else 99)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ") and "--padding" in done.stderr
