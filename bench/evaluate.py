@@ -176,9 +176,9 @@ def evaluate_pair(
 
     target_folder, folder = find_target(model), find_bundle(bundle or model)
     manifest = load_manifest(folder)
+    items = _items(target_folder, load_prompts(prompts or SHIPPED), settings)
     on_progress("loading the target", 0, 1)
     target = load_target(model)
-    items = _items(target_folder, load_prompts(prompts or SHIPPED), settings)
     models = _models(folder, manifest)
     evaluation = Evaluation(target, models, (folder / manifest.drafters[0].file).read_bytes(), settings)
     figures: dict[str, Any] = {}

@@ -41,16 +41,16 @@ def ensemble(
     """Measure drafts that share one budget of nodes: coverage, tokens per step, draft time."""
     from paceline.models.ensemble import greedy_texts, measure_together
     from paceline.models.evaluate import TreeShape
-    from paceline.models.manifest import load_manifest
+    from paceline.models.manifest import verify_bundle
     from paceline.models.runtime import GraphRunner
     from paceline.models.samples import Corpus
 
     budgets = _budgets(nodes)
+    files = [bundle / entry.file for bundle in bundles for entry in verify_bundle(bundle).drafters]
     found = greedy_texts(Corpus.load(work_dir / "corpus"), texts, max_len=448)
     if not found:
         raise ModelError(f"{work_dir} holds no greedy answer that was kept out of training")
     capacity = 448 + levels * width
-    files = [bundle / entry.file for bundle in bundles for entry in load_manifest(bundle).drafters]
     runners = [GraphRunner(file, capacity) for file in files]
     typer.echo(f"{len(files)} drafts, {len(found)} texts, {sum(len(answer) for _, answer in found)} tokens")
     typer.echo(f"{'nodes':>6}  {'coverage':>8}  {'tokens/step':>11}  {'draft ms':>8}")

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from paceline.models.conversation import KIND_FORCED, KIND_SAMPLED, KIND_USER
 from paceline.models.store import read_json
+from paceline.shared.errors import ModelError
 
 HELD_OUT_EVERY = 40
 
@@ -35,10 +36,10 @@ class Corpus:
 
     @classmethod
     def load(cls, folder: Path, max_rounds: int | None = None) -> Corpus:
-        """Raises: FileNotFoundError when the folder holds no round."""
+        """Raises: ModelError when the folder holds no round."""
         paths = sorted(folder.glob("round-*.npz"))[:max_rounds]
         if not paths:
-            raise FileNotFoundError(f"{folder} holds no round of a corpus")
+            raise ModelError(f"{folder} holds no text: let `paceline models distill` write some there first")
         parts: list[dict[str, NDArray[Any]]] = []
         for path in paths:
             with np.load(path, allow_pickle=False) as arrays:

@@ -165,7 +165,20 @@ def test_folder_without_a_model_is_refused(llama: Path, tmp_path: Path, capsys: 
     assert error.startswith("error: ") and error.count("\n") == 1
 
 
-@pytest.mark.parametrize("command", ["build", "list", "distill", "boost", "export", "pack", "pull", "eval"])
+def test_ensemble_of_what_is_none_is_refused(work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bundle = tmp_path / "bundle"
+    for words, said in (
+        ([str(bundle), "--work-dir", str(work)], "manifest.json"),
+        ([str(bundle), "--work-dir", str(work), "--nodes", "0"], "--nodes"),
+    ):
+        assert main(["models", "ensemble", *words]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("error: ") and said in error and error.count("\n") == 1
+    with pytest.raises(ModelError, match="holds no text"):
+        Corpus.load(tmp_path / "corpus")
+
+
+@pytest.mark.parametrize("command", ["build", "list", "distill", "boost", "export", "pack", "pull", "eval", "ensemble"])
 def test_help_shows_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["models", command, "--help"]) == 0
     assert f"paceline models {command}" in capsys.readouterr().out.split("Example")[-1]
