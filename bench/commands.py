@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from typer.models import OptionInfo
 
 from paceline.bench import recording
 from paceline.bench.costs import PRESETS, DraftTime, step_time_of
@@ -56,6 +57,12 @@ class Mode(StrEnum):
     FLIPS = "flips"
 
 
+def _flag(name: str, text: str) -> OptionInfo:
+    """A switch with its environment twin."""
+    option: OptionInfo = typer.Option(f"--{name}", help=text, envvar=f"PACELINE_BENCH_{name.upper()}")
+    return option
+
+
 def _numbers(param: str, text: str) -> tuple[float, ...]:
     try:
         values = tuple(float(part) for part in text.split(",") if part.strip())
@@ -76,18 +83,16 @@ def _mode(**flags: bool) -> Mode:
 
 @app.command(help="Measure what a pair gains, simulated or real, side by side with its baselines.", epilog=_EXAMPLES)
 def bench(
-    simulate: Annotated[bool, typer.Option("--simulate", help="on a virtual clock (the default)")] = False,
-    real: Annotated[bool, typer.Option("--real", help="processes over loopback through a delaying relay")] = False,
-    engine: Annotated[bool, typer.Option("--engine", help="the engine against transformers, no network")] = False,
-    verifiers: Annotated[bool, typer.Option("--verifiers", help="tokens per step of the four verifiers")] = False,
-    flips: Annotated[
-        bool, typer.Option("--flips", help="bfloat16 tokens that are not a plain forward's argmax")
-    ] = False,
+    simulate: Annotated[bool, _flag("simulate", "on a virtual clock (the default)")] = False,
+    real: Annotated[bool, _flag("real", "processes over loopback through a delaying relay")] = False,
+    engine: Annotated[bool, _flag("engine", "the engine against transformers, no network")] = False,
+    verifiers: Annotated[bool, _flag("verifiers", "tokens per step of the four verifiers")] = False,
+    flips: Annotated[bool, _flag("flips", "bfloat16 tokens that are not a plain forward's argmax")] = False,
     capacity: Annotated[
-        bool, typer.Option("--capacity", help="clients that one server can serve, simulated with Poisson arrivals")
+        bool, _flag("capacity", "clients that one server can serve, simulated with Poisson arrivals")
     ] = False,
     promises: Annotated[
-        bool, typer.Option("--promises", help="check the grid's promises, simulated; exit code 1 when one fails")
+        bool, _flag("promises", "check the grid's promises, simulated; exit code 1 when one fails")
     ] = False,
     slo: Annotated[
         str,
@@ -136,10 +141,8 @@ def bench(
         float | None,
         typer.Option(min=0.0, help="ms per draft call; as measured if not set", envvar="PACELINE_BENCH_DRAFT_MS"),
     ] = None,
-    calibrate: Annotated[
-        bool, typer.Option("--calibrate", help="take the step time of this machine", envvar="PACELINE_BENCH_CALIBRATE")
-    ] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="fewer positions in --verifiers")] = False,
+    calibrate: Annotated[bool, _flag("calibrate", "take the step time of this machine")] = False,
+    quick: Annotated[bool, _flag("quick", "fewer positions in --verifiers")] = False,
     seed: Annotated[int, typer.Option(min=0, help="of the link's dice", envvar="PACELINE_BENCH_SEED")] = 0,
     json_path: Annotated[
         Path | None, typer.Option("--json", help="write the figures here", envvar="PACELINE_BENCH_JSON")
