@@ -116,7 +116,8 @@ async def test_baselines_write_the_targets_text(serve: Any, shape: Shape, is_pro
     grows = [one.message for one in answer.trace.sent if isinstance(one.message, Grow)]
     assert sum(commit.num_drafted for commit in commits) > 0 or slip == 1
     if slip == 0 and shape == Chain(4):
-        assert [len(grow.tokens) for grow in grows] == [4] * len(grows)
+        # Where a frame came too late for its step, what is left of the chain is shorter.
+        assert len(grows[0].tokens) == 4 and all(1 <= len(grow.tokens) <= 4 for grow in grows)
 
 
 def test_the_baselines_server_scores_every_node() -> None:
