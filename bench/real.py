@@ -127,8 +127,8 @@ class _Stage:
     def play(self) -> None:
         run, plan = self._run, self._run.plan
         opening = {
-            "url": f"http://127.0.0.1:{self._relays[0].port}",
-            "waiting_url": f"http://127.0.0.1:{self._relays[-1].port}",
+            "url": self._relays[0].url,
+            "waiting_url": self._relays[-1].url,
             "num_clients": plan.clients,
             "methods": list(plan.methods),
         }

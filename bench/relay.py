@@ -65,6 +65,11 @@ class Relay:
         port: int = self._server.sockets[0].getsockname()[1]
         return port
 
+    @property
+    def url(self) -> str:
+        """What clients connect to."""
+        return f"http://127.0.0.1:{self.port}"
+
     async def start(self, port: int = 0) -> None:
         """Listen on a port of the loopback interface, 0 for any free one."""
         self._loop = asyncio.get_running_loop()

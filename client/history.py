@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.models.catalogue import cache_dir, ensure_private
+from paceline.models.store import write_bytes
 
 _LOG = logging.getLogger("paceline.client")
 END = -1
@@ -79,7 +80,7 @@ class History:
         ensure_private(self._folder)
         with _locked(self._folder):
             kept = _bounded([*_without_beginnings(self.load(), tokens), tokens], self._max_tokens)
-            _replace(self.path, _bytes(kept))
+            write_bytes(self.path, _bytes(kept), mode=0o600)
         return kept
 
 
@@ -136,16 +137,6 @@ def _without_beginnings(conversations: list[Tokens], tokens: Tokens) -> list[Tok
 def _begins(earlier: Tokens, tokens: Tokens) -> bool:
     needed = max(1, len(earlier) - _RETOKENIZED)
     return needed <= len(tokens) and np.array_equal(earlier[:needed], tokens[:needed])
-
-
-def _replace(path: Path, data: bytes) -> None:
-    """Whole or not at all, readable by the owner alone from the first byte on."""
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    part.unlink(missing_ok=True)
-    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(data)
-    part.replace(path)
 
 
 @contextlib.contextmanager

@@ -47,10 +47,9 @@ class PipelineSettings:
     def plan(self, target: Path) -> dict[str, Any]:
         """What a work folder is held to: the settings, and fingerprints in place of what they name."""
         plan = {"target": target_fingerprint(target), **asdict(self)}
+        del plan["start"]
         if self.start is not None:
             plan["start"] = sha256_file(self.start / "draft" / "draft.safetensors")
-        else:
-            del plan["start"]
         return plan
 
 

@@ -16,11 +16,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-def write_bytes(path: Path, data: bytes) -> None:
-    """Writes atomically: a reader sees the old file or the new one."""
+def write_bytes(path: Path, data: bytes, mode: int = 0o666) -> None:
+    """Writes atomically: a reader sees the old file or the new one.
+
+    mode: permissions, less the process's mask, from the first byte on.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    part.write_bytes(data)
+    part.unlink(missing_ok=True)
+    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), mode)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(data)
     part.replace(path)
 
 

@@ -1,4 +1,4 @@
-"""Tiny random targets of every supported family, with a byte-level tokenizer and a chat template, built in code.
+"""Tiny random targets of every supported family, with a byte-level tokenizer and a chat template, and tiny drafts.
 
 For tests and for trying the pipeline in seconds. They write noise.
 """
@@ -8,7 +8,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+
+from paceline.models.draft_weights import DraftShape, DraftWeights, LayerWeights
 
 TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
@@ -71,3 +75,36 @@ def save_tiny_target(folder: Path, family: str, seed: int = 0) -> Path:
     tiny_model(family, seed).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder
+
+
+def tiny_draft_weights(num_embeddings: int = 32, num_layers: int = 2) -> DraftWeights:
+    """A draft of width 32 with 32 output tokens. num_embeddings: rows of the embedding."""
+    rng = np.random.default_rng(0)
+    width, heads, kv_heads, head_dim, vocab_size = 32, 4, 2, 8, 32
+
+    def random(*shape: int) -> NDArray[np.float32]:
+        return rng.normal(0, 0.25, shape).astype(np.float32)
+
+    def layer() -> LayerWeights:
+        ones = np.ones(width, np.float32)
+        return LayerWeights(
+            input_norm=ones,
+            qkv=random((heads + 2 * kv_heads) * head_dim, width),
+            qkv_bias=None,
+            q_norm=None,
+            k_norm=None,
+            out=random(width, heads * head_dim),
+            post_norm=ones,
+            gate_up=random(96, width),
+            down=random(width, 48),
+        )
+
+    return DraftWeights(
+        shape=DraftShape(num_layers, heads, kv_heads, head_dim, width, 1e-5, 16),
+        embedding=random(num_embeddings, width) * 4,
+        layers=tuple(layer() for _ in range(num_layers)),
+        final_norm=np.ones(width, np.float32),
+        head=random(vocab_size, width) * 4,
+        vocabulary=np.arange(vocab_size, dtype=np.int32),
+        inverse_frequencies=(10000.0 ** -(np.arange(0, head_dim, 2) / head_dim)).astype(np.float32),
+    )

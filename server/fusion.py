@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 
+from paceline.server.attention.probe import attend_causally
 from paceline.server.attention.registry import LayerAttention
 from paceline.server.linear import can_halve
 
@@ -29,7 +29,7 @@ _GATE_UP: tuple[str, ...] = ("gate_proj", "up_proj")
 
 
 class FusedNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * (weight + offset), in four operations instead of six or eight."""
+    """x / sqrt(mean(x^2) + eps) * (weight + offset), in five operations instead of six to eight."""
 
     def __init__(self, weight: torch.Tensor, eps: float, offset: float) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ class _Watch:
         """See ``LayerAttention.attend``."""
         kept = {name: options[name] for name in _OPTIONS if name in options}
         self.seen[module] = _Seen(query.shape[1], key.shape[1], query.shape[3], kept)
-        return scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True).transpose(1, 2)
+        return attend_causally(query, key, value)
 
     def note(self, module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
         """A forward hook."""

@@ -71,7 +71,7 @@ class _Steps:
 
 @dataclass(slots=True)
 class Habits:
-    """What is known about the drafts of a connection. It outlives a generation, so the next one starts informed."""
+    """What is known about the drafts of a generation."""
 
     steps: dict[_Kind, _Steps] = field(default_factory=lambda: {kind: _Steps() for kind in _Kind})
     first_hit: _Mean = field(default_factory=_Mean)

@@ -177,8 +177,7 @@ class _SentNodes:
 
 
 def _guess_ahead(source: ModelSource, draft: Draft, shape: Shape, left: int) -> _Guess | None:
-    leaves = set(range(len(draft))) - set(draft.parents)
-    leaf = max(leaves, key=lambda node: draft.scores[node])
+    leaf = draft.likeliest_leaf
     (options,) = source.below(draft, [leaf], 1)
     if not options:
         return None

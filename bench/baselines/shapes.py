@@ -57,6 +57,12 @@ class Draft:
             depth += 1
         return depth
 
+    @property
+    def likeliest_leaf(self) -> int:
+        """The leaf with the highest score, the first of equals. Raises ``ValueError`` for an empty tree."""
+        leaves = sorted(set(range(len(self))) - set(self.parents))
+        return max(leaves, key=lambda node: self.scores[node])
+
     def seconds(self, cost: DraftTime, first_rows: int = 0) -> float:
         """How long the calls take. first_rows: tokens that the draft model must read before its first answer."""
         rows = [count + (first_rows if index == 0 else 0) for index, count in enumerate(self.calls)]

@@ -193,8 +193,7 @@ class WaitingClient:
 
     def _guess_ahead(self, draft: Draft) -> Guess | None:
         """SpecEdge's one guess: the likeliest leaf and the likeliest token behind it."""
-        leaves = sorted(set(range(len(draft))) - set(draft.parents), key=lambda node: -draft.scores[node])
-        leaf = leaves[0]
+        leaf = draft.likeliest_leaf
         (options,) = self._oracle.below(draft, [leaf], 1)
         place = draft.place + draft.depth(leaf) + 1
         if not options or place >= len(self._oracle.output):

@@ -38,6 +38,11 @@ class _Layer:
     window: int | None
 
 
+def attend_causally(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Plain causal attention of a text by itself, as ``LayerAttention.attend`` takes and returns it."""
+    return scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+
 class Probe:
     """Attends as a plain causal model would and notes what each layer asked for."""
 
@@ -63,8 +68,7 @@ class Probe:
             raise ModelError("expected one attention per numbered layer, as in a plain decoder")
         shapes = (key.shape[1], key.shape[3]), (value.shape[1], value.shape[3])
         self.layers[int(layer)] = _Layer(*shapes, options.get("sliding_window"))
-        output = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-        return output.transpose(1, 2)
+        return attend_causally(query, key, value)
 
 
 def check_config(config: PretrainedConfig) -> None:

@@ -18,9 +18,8 @@ from paceline.client.drafting.wrong import WrongDrafter
 from paceline.client.session import Task
 from paceline.models.draft import Draft
 from paceline.models.graph import GraphBuilder
-from paceline.models.tiny import VOCAB_SIZE, save_tiny_target, tiny_model
+from paceline.models.tiny import VOCAB_SIZE, tiny_model
 from paceline.server.engine import Engine, EngineSettings
-from paceline.server.loading import load_target
 from paceline.server.target import Target
 from paceline.shared.sampling import SamplingParams
 
@@ -28,11 +27,6 @@ NUM_TOKENS = 20
 PROMPTS = [np.array(ids, np.int32) for ids in ([1, 2, 3], [40, 7, 9, 200])]
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, temperature=1.0, seed=5)
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
-    return load_target(str(save_tiny_target(tmp_path_factory.mktemp("target"), "llama")), dtype="float32")
 
 
 @pytest.fixture(scope="module")

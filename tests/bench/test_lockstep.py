@@ -15,19 +15,13 @@ from paceline.client.drafting.onnx_ssm import OnnxDrafter
 from paceline.client.session import Task
 from paceline.models.draft import Draft
 from paceline.models.graph import GraphBuilder
-from paceline.models.tiny import VOCAB_SIZE, save_tiny_target, tiny_model
+from paceline.models.tiny import VOCAB_SIZE, tiny_model
 from paceline.server.engine import Engine, EngineSettings
-from paceline.server.loading import load_target
 from paceline.server.target import Target
 from paceline.shared.sampling import SamplingParams
 
 LONG = np.array([5, 6, 7, 8] * 12, np.int32)
 SHORT = np.array([40, 7, 9, 200], np.int32)
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
-    return load_target(str(save_tiny_target(tmp_path_factory.mktemp("target"), "llama")), dtype="float32")
 
 
 @pytest.fixture(scope="module")

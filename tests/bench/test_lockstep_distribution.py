@@ -15,8 +15,8 @@ import torch
 from scipy import stats
 
 from paceline.bench.lockstep import LockstepSettings, run_lockstep, welcome_of
+from paceline.bench.markov import MarkovDrafter
 from paceline.client import session as session_module
-from paceline.client.drafting.drafter import Candidates
 from paceline.client.drafting.ngram import NGramDrafter
 from paceline.client.drafting.ranking import make_ranking
 from paceline.client.session import Task
@@ -43,34 +43,13 @@ def target_distribution():
     return p / p.sum(axis=1, keepdims=True)
 
 
-class MarkovDrafter:
-    """A draft model that sees one token back. Implements the client's ``Drafter`` and ``DraftSequence``."""
-
-    name, is_instant, max_context, chunk_len = "markov", False, 4096, 64
-
-    def __init__(self):
-        self.logprobs = torch.log_softmax(torch.from_numpy(GUESS), -1).numpy()
-
-    def start(self):
-        return self
-
-    def close(self):
-        pass
-
-    def expand(self, request):
-        last = [int(request.token_ids[-1])] if request.wants_anchor else []
-        tokens = [*last, *request.tokens.tolist()]
-        order = np.argsort(-self.logprobs[tokens], axis=1, kind="stable").astype(np.int32)
-        return Candidates(order, np.take_along_axis(self.logprobs[tokens], order, axis=1))
-
-
 def sample(verifier, num_texts, delay, max_nodes=32, limits=None):
     """int64[V, V]: what followed each token, and how many tokens each drafter contributed."""
     target = ScriptedTarget(lambda context: TABLE[context[-1]], VOCAB_SIZE)
     engine = Engine(target, EngineSettings(max_running=8, max_nodes=max_nodes, limits=limits or Limits()))
     tasks = [Task(PROMPT, replace(SAMPLING, seed=seed), verifier) for seed in range(num_texts)]
     settings = LockstepSettings(num_parallel=8, delay=delay, calls=4, can_switch=False)
-    answers = run_lockstep(engine, welcome_of(engine), tasks, (MarkovDrafter(), NGramDrafter()), settings)
+    answers = run_lockstep(engine, welcome_of(engine), tasks, (MarkovDrafter(GUESS), NGramDrafter()), settings)
     counts = np.zeros((VOCAB_SIZE, VOCAB_SIZE), np.int64)
     for answer in answers:
         text = [int(PROMPT[-1]), *answer.token_ids[: MAX_TOKENS - 1].tolist()]

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from paceline.bench.lockstep import LockstepSettings, run_lockstep, welcome_of
-from paceline.client.drafting.drafter import Candidates
+from paceline.bench.markov import MarkovDrafter
 from paceline.client.drafting.ngram import NGramDrafter
 from paceline.client.session import Task
 from paceline.server.engine import Engine, EngineSettings
@@ -29,32 +29,12 @@ VOCAB_SIZE = 26
 EOS_IDS = (24, 25)
 PROMPT = [3, 5, 7, 3, 5]
 TABLE = (np.random.default_rng(26).normal(size=(VOCAB_SIZE, VOCAB_SIZE)) * 1.5).astype(np.float32)
+GUESS = TABLE + np.random.default_rng(27).normal(size=TABLE.shape).astype(np.float32) * 0.3
 BASE = {"temperature": 1.0, "seed": 7, "max_tokens": 24, "ignore_eos": True}
 
 
 def decode(ids):
     return "".join(chr(ord("a") + token) for token in ids)
-
-
-class MarkovDrafter:
-    """Knows the target with an error. Implements the client's ``Drafter`` and ``DraftSequence``."""
-
-    name, is_instant, max_context, chunk_len = "markov", False, 4096, 64
-    guess = torch.log_softmax(
-        torch.from_numpy(TABLE + np.random.default_rng(27).normal(size=TABLE.shape).astype(np.float32) * 0.3), -1
-    ).numpy()
-
-    def start(self):
-        return self
-
-    def close(self):
-        pass
-
-    def expand(self, request):
-        last = [int(request.token_ids[-1])] if request.wants_anchor else []
-        tokens = [*last, *request.tokens.tolist()]
-        order = np.argsort(-self.guess[tokens], axis=1, kind="stable").astype(np.int32)
-        return Candidates(order, np.take_along_axis(self.guess[tokens], order, axis=1))
 
 
 class NotingEngine(Engine):
@@ -79,7 +59,7 @@ class NotingEngine(Engine):
 def drafted(sampling, choice=0, delay=0):
     engine = NotingEngine()
     task = Task(np.array(PROMPT, np.int32), sampling, sampling.default_verifier(), choice=choice)
-    drafters = (MarkovDrafter(), NGramDrafter())
+    drafters = (MarkovDrafter(GUESS), NGramDrafter())
     (answer,) = run_lockstep(engine, welcome_of(engine), [task], drafters, LockstepSettings(delay=delay))
     tokens, entries, finish = engine.outcome()
     assert answer.token_ids.tolist() == tokens

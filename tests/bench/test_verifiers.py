@@ -10,8 +10,8 @@ import torch
 
 from paceline.bench.expectation import mss_tokens, naive_tokens
 from paceline.bench.forest import DraftedText, Plan, ScoredText, grow
+from paceline.bench.markov import MarkovDrafter
 from paceline.bench.verifiers import METHODS, Effort, draft_forest, markdown, measure_text, shape_names, summarise
-from paceline.client.drafting.drafter import Candidates, DraftRequest
 from paceline.client.drafting.ranking import make_ranking
 from paceline.server.scripted import ScriptedTarget
 from paceline.server.verify import verify_mss, verify_naive
@@ -21,40 +21,16 @@ VOCAB_SIZE = 48
 NUM_CANDIDATES = 32
 
 
-class MarkovDrafter:
-    """Proposes by the last token alone. Implements the client's ``Drafter`` and, statelessly, ``DraftSequence``."""
-
-    name = "markov"
-    is_instant = True
-    max_context = 4096
-    chunk_len = 7
-
-    def __init__(self, logits):
-        self.logprobs = torch.log_softmax(torch.from_numpy(logits), -1).numpy()
-        self.num_calls = 0
-
-    def start(self):
-        return self
-
-    def close(self):
-        pass
-
-    def expand(self, request: DraftRequest) -> Candidates:
-        self.num_calls += 1
-        last = [int(request.token_ids[-1])] if request.wants_anchor else []
-        tokens = [*last, *request.tokens.tolist()]
-        order = np.argsort(-self.logprobs[tokens], axis=1, kind="stable")[:, :NUM_CANDIDATES]
-        return Candidates(
-            order.astype(np.int32), np.take_along_axis(self.logprobs[tokens], order, axis=1).astype(np.float32)
-        )
-
-
 @pytest.fixture(scope="module")
 def pair():
     rng = np.random.default_rng(0)
     table = (rng.normal(size=(VOCAB_SIZE, VOCAB_SIZE)) * 2.0).astype(np.float32)
     noise = rng.normal(size=table.shape).astype(np.float32)
-    return ScriptedTarget(lambda context: table[context[-1]], VOCAB_SIZE), MarkovDrafter(table + noise), table
+    return (
+        ScriptedTarget(lambda context: table[context[-1]], VOCAB_SIZE),
+        MarkovDrafter(table + noise, width=NUM_CANDIDATES, is_instant=True, chunk_len=7),
+        table,
+    )
 
 
 def text(table, length, temperature=1.0, seed=0):

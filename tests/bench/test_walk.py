@@ -18,9 +18,9 @@ from paceline.client.drafting.onnx_ssm import OnnxDrafter
 from paceline.client.session import Task
 from paceline.models.draft import Draft
 from paceline.models.graph import GraphBuilder
-from paceline.models.tiny import save_tiny_target, tiny_model
+from paceline.models.tiny import tiny_model
 from paceline.server.engine import Engine, EngineSettings
-from paceline.server.loading import load_target
+from paceline.server.target import Target
 from paceline.shared.sampling import SamplingParams
 
 BUDGET = TreeBudget(num_nodes=12, num_levels=3, width=3)
@@ -32,9 +32,8 @@ MODES = {
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    folder = save_tiny_target(tmp_path_factory.mktemp("target"), "llama")
-    return Engine(load_target(str(folder), dtype="float32"), EngineSettings(max_running=1))
+def engine(target: Target) -> Engine:
+    return Engine(target, EngineSettings(max_running=1))
 
 
 @pytest.fixture(scope="module")

@@ -10,50 +10,17 @@ import pytest
 from paceline.client.drafting.drafter import ANCHOR_KEY, NO_LOGPROB, Candidates, DraftRequest
 from paceline.client.drafting.kv_buffer import KVBuffer, bucket_for
 from paceline.client.drafting.onnx_ssm import OnnxDrafter, available_cpus, thread_count
-from paceline.models.draft_weights import DraftShape, DraftWeights, LayerWeights
 from paceline.models.graph import GraphBuilder
+from paceline.models.tiny import tiny_draft_weights
 from paceline.shared.errors import BundleError
 
 VOCAB, WIDTH, HEADS, KV_HEADS, HEAD_DIM = 32, 32, 4, 2, 8
 
 
-def make_weights():
-    """A random two-layer draft."""
-    rng = np.random.default_rng(0)
-
-    def random(*shape):
-        return rng.normal(0, 0.25, shape).astype(np.float32)
-
-    def layer():
-        qkv_rows = (HEADS + 2 * KV_HEADS) * HEAD_DIM
-        ones = np.ones(WIDTH, np.float32)
-        return LayerWeights(
-            input_norm=ones,
-            qkv=random(qkv_rows, WIDTH),
-            qkv_bias=None,
-            q_norm=None,
-            k_norm=None,
-            out=random(WIDTH, HEADS * HEAD_DIM),
-            post_norm=ones,
-            gate_up=random(96, WIDTH),
-            down=random(WIDTH, 48),
-        )
-
-    return DraftWeights(
-        shape=DraftShape(2, HEADS, KV_HEADS, HEAD_DIM, WIDTH, 1e-5, 16),
-        embedding=random(VOCAB, WIDTH) * 4,
-        layers=(layer(), layer()),
-        final_norm=np.ones(WIDTH, np.float32),
-        head=random(VOCAB, WIDTH) * 4,
-        vocabulary=np.arange(VOCAB, dtype=np.int32),
-        inverse_frequencies=(10000.0 ** -(np.arange(0, HEAD_DIM, 2) / HEAD_DIM)).astype(np.float32),
-    )
-
-
 @pytest.fixture(scope="module")
 def model():
     """The same as a graph in float32, as bytes."""
-    return make_graph(make_weights())
+    return make_graph(tiny_draft_weights())
 
 
 def make_graph(weights):
@@ -203,7 +170,7 @@ def test_empty_candidates_have_rows_and_no_columns():
 
 
 def test_extra_tokens_stand_beside_the_best_and_none_twice():
-    weights = replace(make_weights(), bridge=np.eye(WIDTH, dtype=np.float32))
+    weights = replace(tiny_draft_weights(), bridge=np.eye(WIDTH, dtype=np.float32))
     drafter = OnnxDrafter(make_graph(weights), threads=1)
     asked = np.array([0, 5, 9, 31], np.int32)
     one = replace(request(0, [3, 1, 4], width=8), extra_ids=asked)

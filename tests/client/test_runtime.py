@@ -16,43 +16,15 @@ from paceline.client.drafting import onnx_ssm
 from paceline.client.drafting.drafter import ANCHOR_KEY, DraftRequest
 from paceline.client.drafting.kv_buffer import KVBuffer
 from paceline.client.drafting.onnx_ssm import OnnxDrafter, available_cpus, thread_count
-from paceline.models.draft_weights import DraftShape, DraftWeights, LayerWeights
 from paceline.models.graph import GraphBuilder
+from paceline.models.tiny import tiny_draft_weights
 
 HEADS, KV_HEADS, HEAD_DIM, WIDTH = 4, 2, 8, 32
 
 
 def build(vocab=32, layers=2):
     """A random draft in float32, as bytes."""
-    rng = np.random.default_rng(0)
-
-    def random(*shape):
-        return rng.normal(0, 0.25, shape).astype(np.float32)
-
-    def layer():
-        ones = np.ones(WIDTH, np.float32)
-        return LayerWeights(
-            input_norm=ones,
-            qkv=random((HEADS + 2 * KV_HEADS) * HEAD_DIM, WIDTH),
-            qkv_bias=None,
-            q_norm=None,
-            k_norm=None,
-            out=random(WIDTH, HEADS * HEAD_DIM),
-            post_norm=ones,
-            gate_up=random(96, WIDTH),
-            down=random(WIDTH, 48),
-        )
-
-    weights = DraftWeights(
-        shape=DraftShape(layers, HEADS, KV_HEADS, HEAD_DIM, WIDTH, 1e-5, 16),
-        embedding=random(vocab, WIDTH) * 4,
-        layers=tuple(layer() for _ in range(layers)),
-        final_norm=np.ones(WIDTH, np.float32),
-        head=random(32, WIDTH) * 4,
-        vocabulary=np.arange(32, dtype=np.int32),
-        inverse_frequencies=(10000.0 ** -(np.arange(0, HEAD_DIM, 2) / HEAD_DIM)).astype(np.float32),
-    )
-    return GraphBuilder(weights, bits=32, head_bits=32).build().SerializeToString()
+    return GraphBuilder(tiny_draft_weights(vocab, layers), bits=32, head_bits=32).build().SerializeToString()
 
 
 @pytest.fixture(scope="module")

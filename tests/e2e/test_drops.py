@@ -23,10 +23,6 @@ GREEDY = SamplingParams(max_tokens=80, ignore_eos=True)
 SEEDED = SamplingParams(max_tokens=80, temperature=1.0, seed=11, ignore_eos=True)
 
 
-def url_of(relay: Relay) -> str:
-    return f"http://127.0.0.1:{relay.port}"
-
-
 async def ids_of(client: Client, prompt: Sequence[int], sampling: SamplingParams) -> list[int]:
     return [token async for chunk in client.stream(prompt, sampling) for token in chunk.token_ids]
 
@@ -54,7 +50,7 @@ async def cut_now_and_then(
 ) -> list[int]:
     """An answer whose link is cut whenever so many more tokens have come."""
     settings = make_settings(connect_timeout=20.0)
-    async with Client(url_of(relay), drafter=drafter, settings=settings) as client:
+    async with Client(relay.url, drafter=drafter, settings=settings) as client:
         ids: list[int] = []
         due = every
         async for chunk in client.stream(prompt, sampling):
@@ -116,7 +112,7 @@ async def _until_fifty(
     num_kills = 0
     reviving: asyncio.Future[None] | None = None
     settings = make_settings(pull=False, connect_timeout=20.0)
-    async with Client([url_of(relay) for relay in relays], drafter="ngram", settings=settings) as client:
+    async with Client([relay.url for relay in relays], drafter="ngram", settings=settings) as client:
         work = asyncio.create_task(saboteur.run())
         for prompt in prompts:
             ids: list[int] = []
