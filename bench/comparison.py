@@ -19,6 +19,7 @@ from paceline.bench.real import RealRun
 from paceline.bench.report import meta
 from paceline.bench.stats import Row, Served, row_of, with_speedups
 from paceline.bench.target import renumbered
+from paceline.server.kv.pool import BLOCK_SIZE
 
 TOLERANCE = 0.15
 """How far the simulator's speed may be from the real one."""
@@ -33,7 +34,7 @@ def conditions_of(
     cost = MeasuredCost(run.step_time, table=step_table(everything, between_steps_s(answers["server-alone"])))
     mine = answers[method]
     # A second opening of the same prompt finds all of its whole blocks but the one that holds the last token.
-    cached = tuple((len(prompt) - 1) // 16 * 16 for prompt in run.prompts)
+    cached = tuple((len(prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE for prompt in run.prompts)
     return Replay(
         recordings.recordings, vocab_size, cost, rtt_s(mine) + added_rtt_s, draft_time(mine), cached, run.max_context
     )

@@ -22,15 +22,12 @@ from paceline.server.batch import Batch, Segment
 from paceline.server.fingerprint import fingerprint
 from paceline.server.fusion import fuse_layers
 from paceline.server.gguf import unpack_gguf
-from paceline.server.kv.pool import KVPool
+from paceline.server.kv.pool import BLOCK_SIZE, KVPool
 from paceline.server.linear import pack_linears
 from paceline.server.precision import QUANTIZERS, resolve_device, resolve_dtype
 from paceline.server.target import HFTarget, TargetInfo
 from paceline.shared.errors import ModelError, UsageError
 from paceline.shared.tree import TokenTree
-
-BLOCK_SIZE = 16
-"""Slots in a KV block."""
 
 _CPU_KV_SHARE, _CPU_KV_MAX = 0.25, 2 << 30
 _CPU_FUSE_SHARE, _CPU_PACK_SHARE = 0.25, 0.25

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from paceline.server.batch import Batch, Segment
-from paceline.server.kv.pool import KVPool
+from paceline.server.kv.pool import BLOCK_SIZE, KVPool
 from paceline.server.target import TargetInfo
 from paceline.shared.tree import ANCHOR
 
@@ -32,7 +32,7 @@ class ScriptedTarget:
         eos_token_ids: Sequence[int] = (),
         max_context: int = 4096,
         num_blocks: int = 1024,
-        block_size: int = 16,
+        block_size: int = BLOCK_SIZE,
         name: str = "scripted",
     ) -> None:
         self._next_logits = next_logits

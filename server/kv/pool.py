@@ -22,6 +22,9 @@ from numpy.typing import NDArray
 
 from paceline.server.kv.blocks import ROOT_HASH, BlockTable, chain_hash
 
+BLOCK_SIZE = 16
+"""Slots in a block of the pools that serve."""
+
 
 @dataclass(slots=True)
 class _Sequence:
