@@ -16,8 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from paceline.client.drafting.drafter import ANCHOR_KEY, NO_LOGPROB, Candidates, DraftRequest, DraftSequence
-from paceline.client.drafting.ranking import Ranking, Situation
-from paceline.client.growth import CANDIDATE_WIDTH
+from paceline.client.drafting.ranking import CANDIDATE_WIDTH, Ranking, Situation
 from paceline.server.batch import Batch, Segment
 from paceline.server.target import Target
 from paceline.shared.messages import Proposal

@@ -22,8 +22,6 @@ from paceline.client.drafting.ranking import Ranked, Ranking, Situation
 from paceline.shared.errors import ProtocolError
 from paceline.shared.messages import ANCHOR_ID, ClientMessage, Grow, Proposal
 
-CANDIDATE_WIDTH = 128
-"""Candidates that a session has use for, per expanded node."""
 _NO_ROWS: Rows = np.zeros(0, np.int64)
 _NO_TOKENS = np.zeros(0, np.int32)
 
@@ -110,6 +108,7 @@ class Growth:
         path_keys = np.array(self._keys[start:end], np.int64)
         if choice.anchor and not count:
             path_keys[:] = ANCHOR_KEY
+        depths = np.concatenate([np.zeros(int(choice.anchor), np.int32), tree.depths[rows]])
         request = DraftRequest(
             drafter=drafter,
             start=start,
@@ -121,19 +120,18 @@ class Growth:
             parent_keys=parent_keys,
             depths=tree.depths[rows],
             wants_anchor=choice.anchor,
-            width=CANDIDATE_WIDTH,
-            extra_ids=self._extra_ids(drafter, choice),
+            width=self._ranking.width(int(self._policy.max_children(depths).max(initial=1))),
+            extra_ids=self._extra_ids(drafter, depths),
         )
         tree.mark_expanded(rows, drafter, anchor=choice.anchor)
         self._synced[drafter] = end
         self._out[drafter] = request
         return request
 
-    def _extra_ids(self, drafter: int, choice: Choice) -> NDArray[np.int32]:
-        """Tokens to ask a model about at the positions below the rows of a choice."""
+    def _extra_ids(self, drafter: int, depths: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Tokens to ask a model about at the positions below nodes of these depths."""
         if self._drafters[drafter].is_instant:
             return _NO_TOKENS
-        depths = np.concatenate([np.zeros(int(choice.anchor), np.int32), self.tree.depths[choice.rows]])
         return self._ranking.extra_ids(len(self.tokens) + np.unique(depths).astype(np.int64))
 
     # Taking answers
@@ -211,7 +209,8 @@ class Growth:
         parents = rows[ranked.rows]
         count = tree.append(parents, ranked.tokens, chances, cells, drafter, is_merged=not self._draws)
         fresh = np.arange(len(tree) - count, len(tree))
-        tree.expanded[fresh[np.isin(tree.tokens[fresh], self._closing_ids)]] = ALL_DRAFTERS
+        closes = (tree.tokens[fresh, None] == self._closing_ids).any(axis=1)
+        tree.expanded[fresh[closes]] = ALL_DRAFTERS
         return fresh
 
     # Grow frames

@@ -6,6 +6,7 @@ The graph (one file per drafter, batch 1; L layers, Hkv kv heads, head dim D, K 
     positions     int64[1, n]            absolute position of each node
     mask          float32[1, 1, n, S+n]  additive, 0 or -1e9; columns 0..S-1: past slots, then new nodes
     rows          int64[m]               which of the new nodes want candidates
+    width         int64[1]               optional: how many candidates a row, at most and by default K
     past_key_i    float32[Hkv, S, D]     the caller's buffer of layer i, whole; the mask hides unused slots
     past_value_i  float32[Hkv, S, D]
     extra_ids     int64[x]               tokens of the target to be scored as well, in or outside the draft's vocabulary

@@ -20,6 +20,8 @@ from paceline.models.quantise import quantise_blocks, quantise_rows
 
 CONTRIB = "com.microsoft"
 OPSET, CONTRIB_OPSET, IR_VERSION = 17, 1, 9
+WIDTH_INPUT = "width"
+"""An input that may be left out: it has a value of its own, the most candidates there are."""
 EXTRA_OFFSET = -0.5
 """Added to logits of extra tokens: training pushed unlikely rows of the head down, of which the bridge shows a part."""
 
@@ -241,19 +243,20 @@ class GraphBuilder:
         """top_logprobs float32[m, K] over the draft's vocabulary, top_ids int32[m, K] in the target's numbering."""
         logits = self._linear(normed, self.weights.head, self.head_bits)
         logprobs = self._node("LogSoftmax", [logits], axis=-1)
-        count = self._const(np.array([self.weights.shape.num_candidates]))
+        most = self._const(np.array([self.weights.shape.num_candidates]))
+        self.initializers.append(numpy_helper.from_array(np.array([self.weights.shape.num_candidates]), WIDTH_INPUT))
+        count = self._node("Min", [WIDTH_INPUT, most])
         rows = self._name("topk")
         self._nodes("TopK", [logprobs, count], ["top_logprobs", rows], axis=-1, largest=1, sorted=1)
         self._node("Gather", [self._const(self.weights.vocabulary.astype(np.int32)), rows], "top_ids", axis=0)
         if self.weights.bridge is not None:
-            self._extra(normed, self._node("Sub", [logprobs, logits]), self.weights.bridge)
+            first = [self._const(np.array([value])) for value in (0, 1, 1)]
+            columns = [self._node("Slice", [values, *first]) for values in (logprobs, logits)]
+            self._extra(normed, self._node("Sub", columns), self.weights.bridge)
 
-    def _extra(self, normed: str, shifts: str, bridge: Floats) -> None:
-        """extra_logprobs float32[m, x] of the tokens extra_ids. shifts [m, Vd]: minus log Z, in every column."""
-        first = [self._const(np.array([value])) for value in (0, 1, 1)]
-        shift = self._node(
-            "Add", [self._node("Slice", [shifts, *first]), self._const(np.array([EXTRA_OFFSET], np.float32))]
-        )
+    def _extra(self, normed: str, shift: str, bridge: Floats) -> None:
+        """extra_logprobs float32[m, x] of the tokens extra_ids. shift [m, 1]: minus log Z."""
+        shift = self._node("Add", [shift, self._const(np.array([EXTRA_OFFSET], np.float32))])
         query = self._linear(normed, bridge, 32)
         # The target may have more (padded) ids than the draft's embedding has rows.
         known = self._node("Min", ["extra_ids", self._const(np.array([len(self.weights.embedding) - 1]))])
@@ -268,6 +271,7 @@ class GraphBuilder:
             helper.make_tensor_value_info("positions", longs, [1, "n"]),
             helper.make_tensor_value_info("mask", floats, [1, 1, "n", "slots_and_n"]),
             helper.make_tensor_value_info("rows", longs, ["m"]),
+            helper.make_tensor_value_info(WIDTH_INPUT, longs, [1]),
         ]
         if self.weights.bridge is not None:
             inputs.append(helper.make_tensor_value_info("extra_ids", longs, ["x"]))
@@ -276,8 +280,8 @@ class GraphBuilder:
             inputs.append(helper.make_tensor_value_info(f"past_key_{index}", floats, past))
             inputs.append(helper.make_tensor_value_info(f"past_value_{index}", floats, past))
         outputs = [
-            helper.make_tensor_value_info("top_ids", TensorProto.INT32, ["m", s.num_candidates]),
-            helper.make_tensor_value_info("top_logprobs", floats, ["m", s.num_candidates]),
+            helper.make_tensor_value_info("top_ids", TensorProto.INT32, ["m", "candidates"]),
+            helper.make_tensor_value_info("top_logprobs", floats, ["m", "candidates"]),
             helper.make_tensor_value_info("new_kv", floats, [s.num_layers, 2, s.num_kv_heads, "n", s.head_dim]),
         ]
         if self.weights.bridge is not None:

@@ -1,8 +1,10 @@
 """The step-time model t(n) = a + b*n, fitted to the steps that the engine has seen.
 
 A calibration at start gives the first figures (``calibrate``); contexts get longer and machines busier, so old steps
-are forgotten at a fixed rate. Least squares over decayed sums; the first figures keep a little weight for good, which
-also keeps the fit sane when all steps have the same number of rows.
+are forgotten at a fixed rate. Least squares over decayed sums, and two anchors, one row and many: the first figures,
+as many times longer as steps have been of late. Real steps are no straight line (the second row often costs more than
+the ten behind it), so steps of few rows say how long a step is, but little about what many rows would cost: fitted to
+them alone, rows look dear, budgets shrink, and nothing but small steps would ever be seen again.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from paceline.shared.messages import StepTime
 
 _DECAY = 0.98
 _ANCHOR_ROWS = (1.0, 32.0)
-_ANCHOR_WEIGHT = 0.1
+_ANCHOR_WEIGHT = 1.0
 _OUTLIER = 5.0
 """A step that took this many times longer than expected says more about a pause of the machine than about its rows."""
 
@@ -23,6 +25,7 @@ class StepTimeModel:
         self._first = first
         self.current = first
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
+        self._expected = 0.0
 
     def observe(self, num_rows: int, seconds: float) -> None:
         """Learns from one step."""
@@ -32,12 +35,14 @@ class StepTimeModel:
         self._weight, self._x, self._y, self._xx, self._xy = (
             _DECAY * old + new for old, new in zip(sums, values, strict=True)
         )
+        self._expected = _DECAY * self._expected + self._first.at(num_rows)
         self.current = self._fit()
 
     def _fit(self) -> StepTime:
         weight, x, y, xx, xy = self._weight, self._x, self._y, self._xx, self._xy
+        level = y / max(self._expected, 1e-12)
         for rows in _ANCHOR_ROWS:
-            seconds = self._first.at(rows)
+            seconds = level * self._first.at(rows)
             weight += _ANCHOR_WEIGHT
             x += _ANCHOR_WEIGHT * rows
             y += _ANCHOR_WEIGHT * seconds

@@ -196,6 +196,8 @@ class Controller:
             max_depth=max(0, min(max_depth, self._limits.max_depth)),
             max_nodes=nodes,
             sends=self.is_on and not self._is_unwanted,
+            scored_id=scored_id,
+            in_flight=in_flight,
         )
 
     def explain(self) -> str:

@@ -75,6 +75,7 @@ class OnnxDrafter:
         self._session: Any = session
         self._num_layers = sum(name.startswith("past_key_") for name in inputs)
         self._outputs = (*_OUTPUTS, "extra_logprobs") if "extra_ids" in inputs else _OUTPUTS
+        self._takes_width = any(entry.name == "width" for entry in session.get_overridable_initializers())
         self._num_kv_heads, _, self._head_dim = inputs["past_key_0"]
         self._spare: list[KVBuffer] = []
         self.name = name
@@ -90,6 +91,11 @@ class OnnxDrafter:
     def takes_extra(self) -> bool:
         """Whether the graph scores tokens by request (older ones do not)."""
         return len(self._outputs) > len(_OUTPUTS)
+
+    @property
+    def takes_width(self) -> bool:
+        """Whether the graph finds fewer candidates for less (older ones always find all)."""
+        return self._takes_width
 
     def take_back(self, buffer: KVBuffer) -> None:
         """Keep a buffer for the next sequence."""
@@ -149,6 +155,8 @@ class OnnxSequence:
         }
         if self._drafter.takes_extra:
             feeds["extra_ids"] = request.extra_ids.astype(np.int64)
+        if self._drafter.takes_width:
+            feeds["width"] = np.array([max(1, request.width)])
         ids, logprobs, new_kv, *extra = self._drafter.run(self._buffer, feeds)
         self._buffer.write(np.concatenate([np.arange(first_new, self._held), node_slots]), new_kv)
         width = min(request.width, ids.shape[1])
@@ -157,16 +165,13 @@ class OnnxSequence:
 
     def _commit(self, request: DraftRequest) -> int:
         """Move the KV of committed nodes and survivors into place; returns how many new tokens have KV already."""
-        places = np.searchsorted(self._keys, request.path_keys)
-        inside = np.minimum(places, max(0, len(self._keys) - 1))
-        known = np.zeros(len(places), np.bool_)
-        if len(self._keys):
-            known = (self._keys[inside] == request.path_keys) & (request.path_keys != ANCHOR_KEY)
+        inside, is_held = _find(request.path_keys, self._keys)
+        known = is_held & (request.path_keys != ANCHOR_KEY)
         num_known = len(known) if known.all() else int(np.argmin(known))
         if request.wants_anchor and num_known == len(known):
             num_known = max(0, num_known - 1)  # the anchor's candidates were asked for, so it must run
         path = inside[:num_known]
-        alive = np.flatnonzero(np.isin(self._keys, request.alive_keys))
+        alive = np.flatnonzero(_find(self._keys, request.alive_keys)[1])
         self._held = request.committed_len
         base = np.arange(request.start, request.start + num_known)
         if len(request.token_ids) or len(alive) < len(self._keys):
@@ -214,3 +219,10 @@ class OnnxSequence:
 
     def close(self) -> None:
         self._drafter.take_back(self._buffer)
+
+
+def _find(keys: NDArray[np.int64], among: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Where each key stands in an ascending array, and whether it is there at all."""
+    places = np.minimum(np.searchsorted(among, keys), max(0, len(among) - 1))
+    found: NDArray[np.bool_] = among[places] == keys if len(among) else np.zeros(len(keys), np.bool_)
+    return places, found

@@ -15,6 +15,7 @@ Not here: where thresholds come from (``controller``).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -47,7 +48,8 @@ class Conditions:
     threshold: odds from which a node pays for its row in the server's batch. lateness: tokens that the server commits
     before a fresh draft can arrive. follow: chance that the likeliest candidate comes true. max_depth: deepest useful
     node. max_nodes: how many sent nodes may be live. sends: False while speculation is off (candidates are only scored
-    against what gets committed). scored_id: sent nodes with lower ids are in the step in flight.
+    against what gets committed). scored_id: sent nodes with lower ids are in the step in flight. in_flight: steps
+    that one round trip and a step take.
     """
 
     threshold: float
@@ -57,6 +59,7 @@ class Conditions:
     max_nodes: int
     sends: bool = True
     scored_id: int = 0
+    in_flight: float = 1.0
 
     def values(self, depths: NDArray[np.int32], odds: NDArray[np.float64]) -> NDArray[np.float64]:
         """float64[n]: what rows of these depths and odds are worth, see the module's text."""
@@ -238,6 +241,8 @@ class BestFirstPolicy:
         values = conditions.values(tree.depths, tree.odds)
         wanted = ~tree.sent & (tree.depths <= conditions.max_depth) & (self._worth(tree, conditions) >= 1.0)
         rows = _connected(tree, np.flatnonzero(wanted))
+        # What is sent while this frame and the answer to it are under way grows below it, and needs room as well.
+        room = math.ceil(room / (2.0 * conditions.in_flight - 1.0))
         if len(rows) > room:
             best = np.argsort(-values[rows], kind="stable")[:room]
             rows = _connected(tree, np.sort(rows[best]))

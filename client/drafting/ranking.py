@@ -30,6 +30,8 @@ from paceline.shared.sampling import SamplingParams, Verifier
 from paceline.shared.warp import warp as warp_row
 
 Floats = NDArray[np.float64]
+CANDIDATE_WIDTH = 128
+"""Candidates of a row that a session has use for, where noise or parameters may prefer any of them."""
 _LEAST_PRIOR = 2e-3
 _COVERAGE = 0.95
 """Share of p's mass that a drafter's top candidates are expected to hold."""
@@ -84,6 +86,10 @@ class Ranking(Protocol):
 
     def extra_ids(self, positions: NDArray[np.int64]) -> NDArray[np.int32]:
         """Tokens that a model should be asked about at these positions, however unlikely they are."""
+        ...
+
+    def width(self, num_children: int) -> int:
+        """How many candidates are of use for ``num_children`` children a row."""
         ...
 
 
@@ -162,6 +168,10 @@ class TopRanking:
     def extra_ids(self, positions: NDArray[np.int64]) -> NDArray[np.int32]:
         return _NO_TOKENS
 
+    def width(self, num_children: int) -> int:
+        is_in_order = not self._is_warped and not self._sampling.logit_bias
+        return min(num_children, CANDIDATE_WIDTH) if is_in_order else CANDIDATE_WIDTH
+
 
 class CoupledRanking:
     """Perturb q as the server perturbs p. If log p = log q + an error about as large as the noise of one more Gumbel
@@ -203,6 +213,9 @@ class CoupledRanking:
         rows = [self._row(position) for position in np.unique(positions).tolist()]
         found = np.flatnonzero(np.logical_or.reduce([row > _EXTRA_NOISE for row in rows])) if rows else _NO_TOKENS
         return found.astype(np.int32)
+
+    def width(self, num_children: int) -> int:
+        return CANDIDATE_WIDTH
 
     def _noise(self, token_ids: NDArray[np.int32], positions: NDArray[np.int64]) -> Floats:
         """float64[r, K]: the noise of each row's tokens."""
@@ -260,6 +273,9 @@ class MssRanking:
 
     def extra_ids(self, positions: NDArray[np.int64]) -> NDArray[np.int32]:
         return _NO_TOKENS
+
+    def width(self, num_children: int) -> int:
+        return CANDIDATE_WIDTH
 
 
 def draw_priors(proposal: Proposal, limit: int) -> Floats:

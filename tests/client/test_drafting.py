@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -84,6 +86,16 @@ def test_best_first_policy_sends_connected_rows_within_the_node_budget():
     assert BestFirstPolicy().send(tree, shallow).tolist() == [0, 1, 3]
     silent = Conditions(threshold=0.01, lateness=0.0, follow=0.5, max_depth=32, max_nodes=64, sends=False)
     assert BestFirstPolicy().send(tree, silent).tolist() == []
+
+
+def test_room_is_kept_for_what_grows_while_the_answer_is_under_way():
+    tree = tree_of([ANCHOR_ROW] * 12, list(range(12)), [0.9**rank / 12 for rank in range(12)], sent=False)
+    near = Conditions(threshold=0.01, lateness=0.0, follow=0.5, max_depth=32, max_nodes=9)
+    far = replace(near, in_flight=2.0)
+    assert BestFirstPolicy().send(tree, near).tolist() == list(range(9))
+    assert BestFirstPolicy().send(tree, far).tolist() == [0, 1, 2]
+    wide = replace(far, max_nodes=64)
+    assert BestFirstPolicy().send(tree, wide).tolist() == list(range(12)), "where there is plenty, none is held back"
 
 
 def test_lateness_makes_a_deep_likely_chain_worth_more_than_an_early_sibling():

@@ -55,3 +55,11 @@ def test_a_server_that_ran_on_after_a_miss_is_not_expected_to_wait() -> None:
     flight.on_commit(0.06, num_scored=0)
     flight.on_sent(0.065, [grow(4, 3)])
     assert flight.scored_id == 4
+
+
+def test_the_policy_is_told_which_nodes_are_in_the_step_in_flight() -> None:
+    controller = Controller(StepTime(0.03, 0.0), Limits())
+    controller.observe_rtt(0.06)
+    conditions = controller.conditions(32, scored_id=7)
+    assert conditions.scored_id == 7
+    assert abs(conditions.in_flight - 3.0) < 1e-6

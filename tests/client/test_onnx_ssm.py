@@ -188,3 +188,13 @@ def test_graphs_that_score_no_extra_tokens_ignore_them(model):
     drafter = OnnxDrafter(model, threads=1)
     one = replace(request(0, [3, 1, 4], width=8), extra_ids=np.array([5], np.int32))
     assert drafter.start().expand(one).token_ids.shape == (1, 8)
+
+
+def test_a_graph_that_is_asked_for_few_candidates_finds_the_best_of_all(model):
+    drafter = OnnxDrafter(model, threads=1)
+    assert drafter.takes_width
+    every = drafter.start().expand(request(0, [3, 1, 4], width=1000))
+    few = drafter.start().expand(request(0, [3, 1, 4], width=3))
+    assert every.token_ids.shape == (1, tiny_draft_weights().shape.num_candidates), "more than it has is all it has"
+    assert few.token_ids.tolist() == every.token_ids[:, :3].tolist()
+    assert few.logprobs == pytest.approx(every.logprobs[:, :3])

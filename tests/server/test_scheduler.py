@@ -151,6 +151,17 @@ def test_step_time_model_finds_the_line_and_survives_a_pause() -> None:
     assert model.current.at(5) < 0.1
 
 
+def test_small_steps_alone_do_not_make_large_ones_look_dear() -> None:
+    """On a CPU the first nodes cost far more than the next ones: a few rows must not talk the budget down for good."""
+    real = {1: 0.068, 2: 0.077, 3: 0.087, 33: 0.170}
+    model = StepTimeModel(StepTime(0.065, 0.0032))
+    for index in range(200):
+        rows = 1 + index % 3
+        model.observe(rows, real[rows])
+    assert model.current.at(33) < 1.25 * real[33]
+    assert abs(model.current.at(2) - real[2]) < 0.01
+
+
 def test_model_with_one_size_of_step_stays_sane() -> None:
     model = StepTimeModel(StepTime(0.03, 0.001))
     for _ in range(100):
