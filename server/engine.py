@@ -27,7 +27,7 @@ from paceline.server.generation import Generation, OutputRules
 from paceline.server.load import shares
 from paceline.server.overload import overloaded
 from paceline.server.participant import Key, Participant
-from paceline.server.patience import Patience
+from paceline.server.patience import Habits, Patience
 from paceline.server.plan import Part, StepPlan, Wake
 from paceline.server.roster import Roster
 from paceline.server.scheduler import Share, StepLimits
@@ -76,6 +76,7 @@ class Engine:
         self._roster = Roster(target.pool, settings.max_running)
         self._outbox: Outbox = []
         self._in_flight: StepPlan | None = None
+        self._habits: dict[int, Habits] = {}
 
     @property
     def num_running(self) -> int:
@@ -114,7 +115,9 @@ class Engine:
         generation = Generation(request, self.rules, self.settings.limits)
         wish = self.settings.patience_s if request.patience_s is None else request.patience_s
         max_nodes = min(self.settings.max_nodes, self.settings.limits.max_live_nodes) if request.drafting else 0
-        self._roster.enter(Participant(key, generation, NodeBudget(max_nodes), Patience(wish), now))
+        # One client, one link and one draft stand behind a connection: what was learnt about them holds on.
+        habits = self._habits.setdefault(key[0], Habits()) if request.drafting else None
+        self._roster.enter(Participant(key, generation, NodeBudget(max_nodes), Patience(wish, habits), now))
         self.counters.num_opened += 1
 
     def grow(self, key: Key, frame: Grow, now: float) -> None:
@@ -146,6 +149,7 @@ class Engine:
 
     def disconnect(self, connection: int) -> None:
         """Frees everything that belonged to a connection."""
+        self._habits.pop(connection, None)
         for participant in list(self._roster):
             if participant.key[0] == connection:
                 self.cancel(participant.key, quiet=True)

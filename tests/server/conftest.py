@@ -139,10 +139,20 @@ class World:
         heapq.heappush(self.heap, (when, next(self.order), action))
 
     def client(
-        self, prompt, drafter=None, *, verifier=None, committed=(), choice=0, patience_s=None, link=None, **sampling
+        self,
+        prompt,
+        drafter=None,
+        *,
+        verifier=None,
+        committed=(),
+        choice=0,
+        patience_s=None,
+        link=None,
+        connection=None,
+        **sampling,
     ):
         params = SamplingParams(**sampling)
-        key = (len(self.clients), 0)
+        key = (len(self.clients), 0) if connection is None else (connection, len(self.clients))
         request = Open(
             0,
             np.array(prompt, np.int32),

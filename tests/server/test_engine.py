@@ -558,6 +558,28 @@ def test_strict_patience_waits_and_zero_does_not(lab):
     assert steps(0.2) < steps(0.0)
 
 
+def test_what_was_learnt_about_a_connection_helps_its_next_generation(lab):
+    target = lab.target()
+    expected = target.greedy(PROMPT, 24)
+    world = lab.World(target)
+
+    def steps(connection):
+        world.clients.clear()
+        drafter = lab.oracle(expected, widths=(1,) * 3)
+        client = world.client(
+            PROMPT, drafter, max_tokens=24, connection=connection, link={"delay": 0.002, "every": 0.005}
+        )
+        world.run()
+        assert client.received == expected
+        return len(client.commits)
+
+    first, second, stranger = steps(100), steps(100), steps(101)
+    assert second < first
+    assert stranger == first
+    world.engine.disconnect(100)
+    assert steps(100) == first
+
+
 def test_drafts_never_make_a_stream_slower_than_none(lab):
     """Promise 2 on the virtual clock, at several round-trip times, for right, random and wrong drafters."""
     target = lab.target()
