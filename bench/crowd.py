@@ -34,9 +34,11 @@ from paceline.server.scheduler import StepLimits
 
 STALL_S = 2.0
 STALL_SHARE = 0.1
+_RAMP = 0.2
 _WARM_UP = 0.3
 _MEASURED = 0.8
-"""Lengths of the warm-up and, at least, of the window, in durations of a request."""
+"""How long those already under way take to come, then the warm-up, then the window at least, in durations of a request.
+"""
 _STEPS = 60.0
 """Steps in the window if the step is twice as long as an empty one. With less load more: a percent of p95 is then a
 larger part of the load, and p95 comes from the five slowest steps of a hundred.
@@ -127,8 +129,8 @@ Method = Callable[[Workload, VirtualClock], Starter]
 def arrivals_of(workload: Workload, arrivals_per_s: float) -> tuple[list[Arrival], float, float]:
     """The requests of a run, and when its window begins and ends.
 
-    The first ones stand for those already under way: they come within the first fifth of a request's duration, and
-    their outputs are cut to what would be left of them.
+    The first ones stand for those already under way when the rate sets in. Who is met under way has a long output more
+    often than a short one, and is anywhere in it; what it writes until all of them are there comes on top.
     """
     rng = np.random.default_rng(workload.seed)
     step_s = workload.plain_step_s(arrivals_per_s)
@@ -136,24 +138,29 @@ def arrivals_of(workload: Workload, arrivals_per_s: float) -> tuple[list[Arrival
     num_first = round(arrivals_per_s * duration)
     num_steps = _STEPS / max(step_s / workload.plain_step_s(0.0) - 1.0, 0.1)
     window = max(_MEASURED * duration, num_steps * step_s, _LEAST_REQUESTS / arrivals_per_s)
-    begin = (_WARM_UP + 0.2) * duration
+    ramp = _RAMP * duration
+    begin = ramp + _WARM_UP * duration
     end = begin + window
     arrivals: list[Arrival] = []
+    lengths = np.array([len(one.output) for one in workload.recordings], np.float64)
 
-    def add(time_s: float, left: float) -> None:
+    def add(time_s: float, *, is_under_way: bool) -> None:
         number = len(arrivals)
         stall = None
         if rng.random() < workload.stall_share:
             stall = (float(rng.random()) * duration, STALL_S)
-        recording = workload.recordings[int(rng.integers(len(workload.recordings)))]
+        chosen = int(rng.choice(len(lengths), p=lengths / lengths.sum() if is_under_way else None))
+        recording, left = workload.recordings[chosen], 1.0
+        if is_under_way:
+            left = min(float(rng.random()) + (ramp - time_s) / (lengths[chosen] * step_s), 1.0)
         rtt_s = workload.rtts_s[number % len(workload.rtts_s)]
         arrivals.append(Arrival(number, time_s, _own(recording, number, left), rtt_s, stall, bool(rng.random() < 0.5)))
 
     for index in range(num_first):
-        add(0.2 * duration * index / num_first, float(rng.random()))
-    time_s = 0.2 * duration
+        add(ramp * index / num_first, is_under_way=True)
+    time_s = ramp
     while (time_s := time_s + float(rng.exponential(1.0 / arrivals_per_s))) < end:
-        add(time_s, 1.0)
+        add(time_s, is_under_way=False)
     return arrivals, begin, end
 
 

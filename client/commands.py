@@ -11,7 +11,7 @@ import logging
 import sys
 from collections.abc import Coroutine
 from contextlib import aclosing
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -106,9 +106,11 @@ def _run(coroutine: Coroutine[Any, Any, Result], verbose: bool) -> Result:
     return asyncio.run(coroutine)
 
 
-def _sampling(**values: Any) -> SamplingParams:
-    stop = tuple(values.pop("stop") or ())
-    return SamplingParams(stop=stop, **values)
+def _read(options: dict[str, Any]) -> tuple[ClientSettings, SamplingParams]:
+    """From a command's options to the settings and the sampling parameters of the same names."""
+    settings = make_settings(**{name: options[name] for name in options.keys() & ClientSettings.model_fields.keys()})
+    wanted = {one.name: options[one.name] for one in fields(SamplingParams) if one.name in options}
+    return settings, SamplingParams(**{**wanted, "stop": tuple(wanted.get("stop") or ())})
 
 
 @complete_app.command(epilog=_COMPLETE_EXAMPLES)
@@ -136,22 +138,10 @@ def complete(
     verbose: Verbose = False,
 ) -> None:
     """One completion, streamed. What was drafted is green on a terminal."""
-    sampling = _sampling(
-        max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, stop=stop
-    )
+    settings, sampling = _read(dict(locals()))
     verifier = pick_verifier(verify, sampling)
     if not prompt:
         raise ParameterError("prompt", "expected a prompt of at least one token, got an empty one")
-    settings = make_settings(
-        server=server,
-        api_key=api_key,
-        drafter=drafter,
-        tokenizer=tokenizer,
-        draft_threads=draft_threads,
-        remember=remember,
-        padding=padding,
-        compression=compression,
-    )
     asked: Prompt = [{"role": "user", "content": prompt}] if chat else prompt
 
     async def answer() -> Completion:
@@ -213,20 +203,8 @@ def chat(
     verbose: Verbose = False,
 ) -> None:
     """A conversation. An empty line or the end of input leaves it; /new starts afresh; Ctrl-C stops an answer."""
-    sampling = _sampling(
-        max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, stop=None
-    )
+    settings, sampling = _read(dict(locals()))
     pick_verifier(verify, sampling)
-    settings = make_settings(
-        server=server,
-        api_key=api_key,
-        drafter=drafter,
-        tokenizer=tokenizer,
-        draft_threads=draft_threads,
-        remember=remember,
-        padding=padding,
-        compression=compression,
-    )
     _run(_converse(settings, sampling, verify, system), verbose)
 
 

@@ -6,14 +6,22 @@ Flags are filled in over the environment over the defaults. Not here: what to wr
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated, Any
 
-from pydantic import Field, SecretStr, ValidationError
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import BeforeValidator, Field, PositiveInt, SecretStr, ValidationError
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from paceline.client.link import LinkSettings
 from paceline.client.transport import RetrySettings
 from paceline.shared.errors import ParameterError
 from paceline.shared.padding import MAX_UNIT
+
+
+def _parse_widths(value: Any) -> Any:
+    return tuple(part.strip() for part in value.strip("<>[]() ").split(",")) if isinstance(value, str) else value
+
+
+Widths = Annotated[tuple[PositiveInt, ...], NoDecode, BeforeValidator(_parse_widths)]
 
 
 class ClientSettings(BaseSettings):
@@ -33,7 +41,7 @@ class ClientSettings(BaseSettings):
     drafter: str = "auto"
     tokenizer: Path | None = None
     draft_threads: int | None = Field(None, ge=1, le=256)
-    expansion: tuple[int, ...] = ()
+    expansion: Widths = ()
     always_draft: bool = False
     pull: bool = True
     remember: bool = False
@@ -67,8 +75,11 @@ def make_settings(**given: object) -> ClientSettings:
         settings = ClientSettings(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
     except ValidationError as error:
         first = error.errors()[0]
-        name = ".".join(str(part) for part in first["loc"])
-        raise ParameterError(name, f"{name}: {first['msg'].lower()}, got {first.get('input')!r}") from error
+        name = str(first["loc"][0])
+        typed = f"--{name.replace('_', '-')}" if name in given else f"PACELINE_{name.upper()}"
+        reason = str(first["msg"]).removeprefix("Input ").lower()
+        message = f"expected a valid {typed}, got {first.get('input')!r}: {reason}"
+        raise ParameterError(name, message) from None
     if settings.padding and settings.compression:
         both = "expected --padding or --compression, got both: compression would take the zeros out again"
         raise ParameterError("padding", both)

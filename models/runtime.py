@@ -37,6 +37,7 @@ class GraphRunner:
 
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = num_threads
+        options.log_severity_level = 3  # warnings speak of what is meant to be: inputs that have a default
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         source: Any = model if isinstance(model, bytes) else str(model)
         self.session = onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])

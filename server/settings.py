@@ -95,7 +95,8 @@ def make_settings(**values: Any) -> ServerSettings:
         settings = ServerSettings(**{name: value for name, value in values.items() if value is not None})
     except ValidationError as error:
         first = error.errors()[0]
-        name = "--" + "-".join(str(part) for part in first["loc"][:1]).replace("_", "-")
+        field = str(first["loc"][0])
+        name = f"--{field.replace('_', '-')}" if field in values else f"PACELINE_{field.upper()}"
         reason = str(first["msg"]).removeprefix("Input ").lower()
         raise UsageError(f"expected a valid {name}, got {first.get('input')!r}: {reason}") from None
     if settings.padding and settings.compression:

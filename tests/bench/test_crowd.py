@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -38,6 +40,22 @@ def test_arrivals_are_the_same_each_time_and_have_prompts_of_their_own(workload:
     assert [one.time_s for one in arrivals] == [one.time_s for one in again]
     assert len({tuple(one.recording.prompt.tolist()) for one in arrivals}) == len(arrivals)
     assert 0 < begin < end
+
+
+def test_the_window_begins_with_as_many_generations_as_it_ends_with() -> None:
+    """Outputs of very different length: those met under way are the long ones."""
+    made, vocab_size = renumbered(synthetic(4, 40, prompt_len=8, seed=1))
+    first = made.recordings[0]
+    short = replace(first, output=first.output[:4], on_path=first.on_path.at(slice(4)))
+    mixed = Workload((short, *made.recordings[1:]), vocab_size, COST)
+    rate, step_s = 60.0, mixed.plain_step_s(60.0)
+    running = np.zeros(2)
+    for seed in range(12):
+        arrivals, begin, end = arrivals_of(replace(mixed, seed=seed), rate)
+        opened = np.array([one.time_s for one in arrivals])
+        closed = opened + step_s * np.array([len(one.recording.output) for one in arrivals])
+        running += [np.count_nonzero((opened <= now) & (closed > now)) / 12 for now in (begin, end)]
+    assert running == pytest.approx(rate * mixed.output_len * step_s, rel=0.05)
 
 
 def test_arrivals_come_at_the_rate_and_one_in_ten_stalls(workload: Workload) -> None:
