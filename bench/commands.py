@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,11 +12,12 @@ from typer.models import OptionInfo
 
 from paceline.bench import recording
 from paceline.bench.costs import PRESETS, DraftTime, step_time_of
+from paceline.bench.options import REAL_STEP_NOTE, Mode, check_options, mode_of, typed_options
 from paceline.bench.page import check_plot_path, write_plot
 from paceline.bench.prompts import load_prompts
 from paceline.bench.recording import RecordingSet
 from paceline.bench.report import TABLE_WIDTH, as_json, meta, table, write_text
-from paceline.shared.errors import ParameterError, UsageError
+from paceline.shared.errors import ParameterError
 
 if TYPE_CHECKING:
     from paceline.bench.capacity import CapacityPlan
@@ -47,16 +47,6 @@ Examples:
 """
 
 
-class Mode(StrEnum):
-    """What is measured."""
-
-    SIMULATE = "simulate"
-    REAL = "real"
-    ENGINE = "engine"
-    VERIFIERS = "verifiers"
-    FLIPS = "flips"
-
-
 def _flag(name: str, text: str) -> OptionInfo:
     """A switch with its environment twin."""
     option: OptionInfo = typer.Option(f"--{name}", help=text, envvar=f"PACELINE_BENCH_{name.upper()}")
@@ -73,16 +63,9 @@ def _numbers(param: str, text: str) -> tuple[float, ...]:
     return values
 
 
-def _mode(**flags: bool) -> Mode:
-    """flags: by the names of the modes."""
-    chosen = [Mode(name) for name, is_set in flags.items() if is_set]
-    if len(chosen) > 1:
-        raise UsageError(f"expected one of {', '.join(f'--{mode}' for mode in Mode)}, got {len(chosen)}")
-    return chosen[0] if chosen else Mode.SIMULATE
-
-
 @app.command(help="Measure what a pair gains, simulated or real, side by side with its baselines.", epilog=_EXAMPLES)
 def bench(
+    context: typer.Context,
     simulate: Annotated[bool, _flag("simulate", "on a virtual clock (the default)")] = False,
     real: Annotated[bool, _flag("real", "processes over loopback through a delaying relay")] = False,
     engine: Annotated[bool, _flag("engine", "the engine against transformers, no network")] = False,
@@ -151,11 +134,9 @@ def bench(
         Path | None, typer.Option(help="write a .png or a self-contained .html", envvar="PACELINE_BENCH_PLOT")
     ] = None,
 ) -> None:
-    mode = _mode(simulate=simulate, real=real, engine=engine, verifiers=verifiers, flips=flips)
-    if (capacity or promises) and mode is not Mode.SIMULATE:
-        raise UsageError(f"expected --{'capacity' if capacity else 'promises'} with --simulate, got it with --{mode}")
-    if promises and (capacity or methods or jitter or plot):
-        raise UsageError("expected --promises without --capacity, --methods, --jitter and --plot")
+    mode = mode_of(simulate=simulate, real=real, engine=engine, verifiers=verifiers, flips=flips)
+    typed = typed_options(context)
+    check_options(mode, typed, is_capacity=capacity, is_promises=promises)
     usual_rtts = _CAPACITY_RTTS if capacity else _PROMISE_RTTS if promises else _RTTS
     usual_steps = _CAPACITY_STEPS if capacity else _PROMISE_STEPS if promises else _STEPS
     rtts = _numbers("rtt", usual_rtts if rtt is None else rtt)
@@ -166,6 +147,8 @@ def bench(
     if plot is not None:
         check_plot_path(plot)
     console = Console(stderr=True)
+    if mode is Mode.REAL and "step" in typed:
+        console.print(REAL_STEP_NOTE, highlight=False)
     if capacity:
         from paceline.bench.capacity import CapacityPlan
 

@@ -59,7 +59,10 @@ def demo(
         int, typer.Option(min=1, max=4096, help="tokens of output at most", envvar="PACELINE_MAX_TOKENS")
     ] = 128,
     model: Annotated[str, typer.Option(help="the pair to show", envvar="PACELINE_MODEL")] = EMBEDDED,
-    raw: Annotated[bool, typer.Option("--raw", help="complete the prompt as it is, without the chat template")] = False,
+    raw: Annotated[
+        bool,
+        typer.Option("--raw", help="complete the prompt as it is, without the chat template", envvar="PACELINE_RAW"),
+    ] = False,
 ) -> None:
     if not prompt:
         raise ParameterError("prompt", "expected a prompt of at least one token, got an empty one")

@@ -4,10 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
 from paceline.bench import recording
 from paceline.bench.commands import app
+from paceline.bench.options import KINDS, READ
 from paceline.bench.synthetic import synthetic
+from paceline.shared import cli
 from paceline.shared.errors import PacelineError
 
 
@@ -58,3 +61,43 @@ def test_usage_mistakes_exit_with_2(words: tuple[str, ...]) -> None:
 def test_help_shows_examples(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--help") == 0
     assert "paceline bench --real" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--capacity", "--promises"),
+        ("--capacity", "--methods", "chain"),
+        ("--capacity", "--clients", "3"),
+        ("--promises", "--slo", "2"),
+        ("--real", "--draft-ms", "3"),
+        ("--real", "--calibrate"),
+        ("--engine", "--rtt", "20"),
+        ("--verifiers", "--max-tokens", "20"),
+        ("--flips", "--quick"),
+        ("--slo", "2"),
+        ("--quick",),
+        ("--max-tokens", "20"),
+        ("--model", "smollm2"),
+        ("--calibrate", "--step", "30"),
+    ],
+)
+def test_option_that_a_run_does_not_read_is_refused_by_name(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["bench", *words]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: expected ")
+    assert any(word in err for word in words if word.startswith("--"))
+
+
+def test_variable_of_the_environment_stands_for_the_runs_that_read_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PACELINE_BENCH_SLO", "2")
+    assert run("--rtt", "20", "--methods", "chain", "--json", str(tmp_path / "out.json")) == 0
+
+
+def test_every_option_is_read_by_some_run() -> None:
+    names = {one.name for one in get_command(app).params} - {"help"}
+    assert names == KINDS | set().union(*READ.values())
