@@ -16,6 +16,7 @@ from typing import Any
 
 import h11
 import uvicorn
+from uvicorn._types import ASGISendEvent
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.frames import Frame
@@ -113,6 +114,12 @@ class StreamProtocol(WebSocketsSansIOProtocol):
             self.transport.abort()
             return
         super().handle_cont(event)
+
+    async def send(self, message: ASGISendEvent) -> None:
+        """Sends for the application. After a refusal no handshake is missing: it is not reported as a fault."""
+        await super().send(message)
+        if message["type"] == "websocket.http.response.body" and self.close_sent:
+            self.handshake_complete = True
 
     async def run_asgi(self) -> None:
         """Runs the application for one connection."""

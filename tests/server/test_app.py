@@ -88,6 +88,14 @@ async def test_cors_is_opened_by_the_operator(serve: Any) -> None:
         assert (await client.get("/v1/models", headers={"Origin": "https://evil.example"})).status_code == 403
 
 
+async def test_refused_websocket_is_no_fault_in_the_log(
+    serve: Any, key_file: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serve(api_key_file=key_file) as server:
+        assert await status_of(server, {}) == 401
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
 async def test_logs_hold_no_prompt_no_output_and_no_key(
     serve: Any, key_file: str, caplog: pytest.LogCaptureFixture, byte_text: Any
 ) -> None:
