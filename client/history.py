@@ -57,6 +57,7 @@ class History:
         self._folder = folder or history_folder()
         self.path = self._folder / (hashlib.sha256(scope.encode()).hexdigest()[:32] + _SUFFIX)
         self._max_tokens = max_tokens
+        self._complaint = ""
 
     def load(self) -> list[Tokens]:
         """What is kept; nothing, with a warning, if the file is damaged."""
@@ -67,9 +68,11 @@ class History:
                 raise ValueError(f"more than {_MAX_FILE_BYTES >> 20} MiB")
             return _bounded(_parse(self.path.read_bytes()), self._max_tokens)
         except (OSError, ValueError) as error:
-            _LOG.warning(
-                "leaving out earlier conversations, %s is not a history that can be read: %s", self.path, error
-            )
+            if str(error) != self._complaint:  # once, though every conversation that ends reads it again
+                self._complaint = str(error)
+                _LOG.warning(
+                    "leaving out earlier conversations, %s is not a history that can be read: %s", self.path, error
+                )
             return []
 
     def add(self, tokens: Tokens) -> list[Tokens]:

@@ -80,6 +80,7 @@ def test_damaged_file_is_left_out_with_a_warning_and_replaced(history, caplog, d
         assert history.load() == []
     assert "leaving out earlier conversations" in caplog.text
     history.add(conversation(7))
+    assert caplog.text.count("leaving out earlier conversations") == 1
     assert lists(history.load()) == [[7]]
 
 

@@ -20,6 +20,7 @@ from paceline.models.manifest import (
     save_manifest,
     verify_bundle,
 )
+from paceline.models.store import write_bytes
 from paceline.shared.errors import BundleError
 
 
@@ -127,3 +128,10 @@ def test_other_tokenizer_or_target_is_refused_with_both_names(tmp_path: Path) ->
         manifest.check(model="big", tokenizer="b" * 64)
     with pytest.raises(BundleError, match=r"'toy'.*weights.*'big'"):
         manifest.check(model="big", tokenizer="a" * 64, fingerprint="0" * 64)
+
+
+def test_file_that_cannot_be_put_in_place_leaves_nothing_behind(tmp_path: Path) -> None:
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(OSError):
+        write_bytes(tmp_path / "taken", b"data")
+    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
