@@ -35,7 +35,7 @@ CANDIDATE_WIDTH = 128
 _LEAST_PRIOR = 2e-3
 _COVERAGE = 0.95
 """Share of p's mass that a drafter's top candidates are expected to hold."""
-_SHARPNESS = 1.6
+_SHARPNESS = 1.2
 _EXTRA_NOISE = 5.0
 """A token outside a model's 128 best rarely has q above 1e-3: with less noise than this it hardly ever wins. About 330
 of 49,152 tokens have more at any position."""
