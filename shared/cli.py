@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
+from typing import Protocol, runtime_checkable
 
 from paceline.shared.errors import EXIT_FAILURE, EXIT_USAGE, PacelineError
 
@@ -83,9 +84,28 @@ def _missing(name: str, error: ImportError) -> str:
     return f"paceline {name} needs the extra [{extra}]: pip install 'paceline[{extra}]' ({error})"
 
 
+@runtime_checkable
+class _UsageMistake(Protocol):
+    """What the libraries that parse options raise, none of which this room may import."""
+
+    exit_code: int
+
+    def format_message(self) -> str: ...
+
+
+def _refuse(mistake: _UsageMistake, name: str) -> int:
+    message = mistake.format_message().strip()
+    if not message or "\n" in message:  # a group of commands without one: its help says all
+        print(message, file=sys.stderr)  # noqa: T201
+        return mistake.exit_code
+    typed = getattr(getattr(mistake, "ctx", None), "command_path", f"paceline {name}")
+    sentence = message[:1].lower() + message[1:].rstrip(".")
+    return _fail(f"{sentence}; `{typed} --help` shows what there is", mistake.exit_code)
+
+
 def _run(command: Callable[..., object], name: str, rest: list[str]) -> int:
     try:
-        result = command(args=rest, prog_name=f"paceline {name}")
+        result = command(args=rest, prog_name=f"paceline {name}", standalone_mode=False)
     except PacelineError as error:
         return _fail(str(error), error.exit_code)
     except ImportError as error:
@@ -96,6 +116,10 @@ def _run(command: Callable[..., object], name: str, rest: list[str]) -> int:
         return EXIT_FAILURE
     except SystemExit as exit_:
         return exit_.code if isinstance(exit_.code, int) else (EXIT_FAILURE if exit_.code else 0)
+    except Exception as error:
+        if isinstance(error, _UsageMistake):
+            return _refuse(error, name)
+        raise
     return result if isinstance(result, int) else 0
 
 

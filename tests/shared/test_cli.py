@@ -50,12 +50,45 @@ def test_unknown_command_names_the_known_ones(capsys: pytest.CaptureFixture[str]
 def test_errors_become_one_sentence_and_an_exit_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], outcome: BaseException, code: int
 ) -> None:
-    def command(args: list[str], prog_name: str) -> None:
+    def command(args: list[str], prog_name: str, standalone_mode: bool) -> None:
         raise outcome
 
     install(monkeypatch, command)
     assert cli.main(["probe"]) == code
     assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("complete",),
+        ("complete", "hi", "there"),
+        ("complete", "hi", "--bogus"),
+        ("complete", "hi", "--seed", "1.5"),
+        ("chat", "--max-tokens", "many"),
+        ("serve", "--port", "x"),
+        ("forget", "--all"),
+        ("models", "nonsense"),
+        ("models", "distill"),
+        ("models", "eval", "--nodes", "0"),
+        ("bench", "--clients", "0"),
+        ("demo", "--max-tokens", "0"),
+    ],
+)
+def test_what_cannot_be_parsed_is_one_sentence_too(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(words) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: ") and len(captured.err.splitlines()) == 1
+    command = " ".join(words[:2]) if words[1:2] in (("distill",), ("eval",)) else words[0]
+    assert f"`paceline {command} --help`" in captured.err
+
+
+def test_models_alone_shows_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["models"]) == 2
+    captured = capsys.readouterr()
+    assert "distill" in captured.out + captured.err
+    assert "error: " not in captured.err
 
 
 @pytest.mark.parametrize("reason", ["No module named 'torch'", "DLL load failed while importing onnxruntime"])
