@@ -12,11 +12,10 @@ import logging
 import os
 import socket
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import h11
 import uvicorn
-from uvicorn._types import ASGISendEvent
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.frames import Frame
@@ -29,6 +28,9 @@ from paceline.server.settings import ServerSettings
 from paceline.server.stream import ABORT
 from paceline.shared.errors import EXIT_FAILURE, PacelineError, UsageError
 from paceline.shared.messages import Limits
+
+if TYPE_CHECKING:
+    from uvicorn._types import ASGISendEvent
 
 log = logging.getLogger("paceline.server")
 
