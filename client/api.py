@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.client.address import parse_addresses
-from paceline.client.bundles import find_local_bundle, find_tokenizer, pull_bundle
+from paceline.client.bundles import OnProgress, Progress, find_local_bundle, find_tokenizer, pull_bundle
 from paceline.client.completion import CompletionStream
 from paceline.client.drafting.acceptance import Acceptance
 from paceline.client.drafting.choice import AUTO, KNOWN, SSM, Bundle, choose_drafters, named_bundle
@@ -148,11 +148,12 @@ class Client:
     async def _pull(self, welcome: Welcome) -> Bundle | None:
         address = self._link_of().link.address
         try:
-            return await pull_bundle(address, welcome, self._api_key)
+            return await pull_bundle(address, welcome, self._api_key, on_progress=_announced(address.base))
         except (BundleError, LinkError) as error:
             if self._drafter_name == SSM:
                 raise
-            _LOG.info("no draft bundle from %s: %s", address.base, error)
+            level = logging.WARNING if isinstance(error, BundleError) else logging.INFO
+            _LOG.log(level, "no draft bundle from %s: %s", address.base, error)
             return None
 
     def _load_text(self, welcome: Welcome, bundle: Bundle | None) -> TextCodec | None:
@@ -166,7 +167,7 @@ class Client:
 
     def _load_drafters(self, welcome: Welcome, bundle: Bundle | None) -> tuple[Drafter, ...]:
         wanted = self._drafter_name
-        if wanted == AUTO and bundle is None and (others := list_bundles()):
+        if wanted == AUTO and bundle is None and (others := [one for one in list_bundles() if one != welcome.model]):
             _LOG.warning(
                 "no draft model for %r here, only for %s: drafting from the text alone",
                 welcome.model,
@@ -177,7 +178,7 @@ class Client:
         except BundleError as error:
             if wanted != AUTO:
                 raise
-            _LOG.warning("going on without a draft model: %s", error)
+            _LOG.warning("going on without a draft model, `paceline models pull` fetches it anew: %s", error)
             return choose_drafters(AUTO, welcome, lambda: None, None)
 
     def _load_memory(self, welcome: Welcome) -> Memory | None:
@@ -245,3 +246,15 @@ class Client:
         async for _ in stream:
             pass
         return stream.completion
+
+
+def _announced(server: str) -> OnProgress:
+    """Says once that a pull has begun, which may take a while."""
+    said: list[str] = []
+
+    def on_progress(now: Progress) -> None:
+        if not said:
+            said.append(server)
+            _LOG.warning("fetching the draft from %s, once", server)
+
+    return on_progress

@@ -10,6 +10,7 @@ Not here: what is in a bundle (``paceline.models.manifest``), loading a draft mo
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import shutil
 from collections.abc import Callable
@@ -36,6 +37,7 @@ from paceline.models.store import sha256_file
 from paceline.shared.errors import BundleError, LinkError
 from paceline.shared.messages import Welcome
 
+_LOG = logging.getLogger("paceline.client")
 DRAFTS_PATH = "/v1/drafts"
 _TIMEOUT_S = 30.0
 _MAX_LISTING_BYTES = 1 << 20
@@ -66,16 +68,27 @@ def fits(manifest: Manifest, welcome: Welcome) -> bool:
 
 
 def find_local_bundle(welcome: Welcome) -> Bundle | None:
-    """The bundle of this machine that fits, the one named like the model first. Broken ones are passed over."""
+    """The bundle of this machine that fits, the one named like the model first. Broken ones are passed over, aloud."""
     names = sorted(list_bundles(), key=lambda name: (name != welcome.model, name))
     for name in names:
         try:
             manifest = load_manifest(bundle_folder(name))
-        except BundleError:
+            if not fits(manifest, welcome):
+                continue
+            _check_sizes(bundle_folder(name), manifest)
+        except BundleError as error:
+            _LOG.warning("leaving out the draft bundle %s: %s", name, error)
             continue
-        if fits(manifest, welcome) and all((bundle_folder(name) / file).is_file() for file in manifest.files):
-            return Bundle(bundle_folder(name), manifest)
+        return Bundle(bundle_folder(name), manifest)
     return None
+
+
+def _check_sizes(folder: Path, manifest: Manifest) -> None:
+    """Whether all files are there and whole, as far as can be told without reading them. Raises ``BundleError``."""
+    for name, entry in manifest.files.items():
+        path = folder / name
+        if not path.is_file() or path.stat().st_size != entry.bytes:
+            raise BundleError(f"expected {entry.bytes} bytes in {path}, got another file or none")
 
 
 def find_tokenizer(welcome: Welcome) -> Path | None:

@@ -19,7 +19,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from paceline.server.auth import Doorkeeper, KeyRing
-from paceline.server.drafts import DraftShelf, make_drafts_router
+from paceline.server.drafts import DraftShelf, make_drafts_router, own_bundle
 from paceline.server.driver import EngineDriver, Health
 from paceline.server.gate import Gate, error_body, error_headers
 from paceline.server.metrics import CONTENT_TYPE, ServerMetrics
@@ -38,7 +38,7 @@ class ServerState:
         self.settings = settings
         self.driver = driver
         self.keys = KeyRing.load(settings.api_key_file)
-        self.shelf = DraftShelf(settings.draft)
+        self.shelf = DraftShelf(settings.draft or own_bundle(settings.model))
         self.metrics = ServerMetrics(driver)
         self.stream = StreamRoute(driver, settings, self.metrics, self.welcome)
         self.is_draining = False

@@ -32,7 +32,9 @@ def _option(name: str, text: str, *others: str) -> typer.models.OptionInfo:
 @app.command(epilog=_EPILOG)
 def serve(
     model: Annotated[str, _option("--model", "smollm2, a Hugging Face id or folder, or a .gguf file")] = "smollm2",
-    draft: Annotated[list[str] | None, _option("--draft", "a draft bundle to offer; may be repeated")] = None,
+    draft: Annotated[
+        list[str] | None, _option("--draft", "a draft bundle to offer; repeatable [the model's own]")
+    ] = None,
     host: Annotated[str, _option("--host", "address to listen on [127.0.0.1]")] = "127.0.0.1",
     port: Annotated[int, _option("--port", "port to listen on, 0 picks a free one [8765]")] = 8765,
     device: Annotated[str, _option("--device", "auto, cpu, cuda, cuda:1, mps")] = "auto",

@@ -6,16 +6,32 @@ and a broken download goes on with a range. Only files that a manifest lists are
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
 from fastapi import APIRouter, Request
 from starlette.responses import FileResponse, JSONResponse, Response
 
-from paceline.models.catalogue import find_bundle
+from paceline.models.catalogue import bundle_folder, find_bundle
 from paceline.models.manifest import MANIFEST_NAME, Manifest, load_manifest
 from paceline.models.store import sha256_file
-from paceline.shared.errors import ModelError
+from paceline.shared.errors import BundleError, ModelError
+
+log = logging.getLogger("paceline.server")
+
+
+def own_bundle(model: str) -> tuple[str, ...]:
+    """The bundle that the cache holds under a target's name, for a server that is told of none; it may be none."""
+    folder = bundle_folder(Path(model).name)
+    if not (folder / MANIFEST_NAME).is_file():
+        return ()
+    try:
+        load_manifest(folder)
+    except BundleError as error:
+        log.warning("no draft is offered, see --draft: %s", error)
+        return ()
+    return (str(folder),)
 
 
 class DraftShelf:

@@ -14,7 +14,7 @@ from paceline.client.bundles import find_local_bundle, list_remote, pull_bundle,
 from paceline.client.drafting.choice import choose_drafters, named_bundle
 from paceline.models.catalogue import bundle_folder
 from paceline.models.manifest import Manifest, TargetEntry, describe_files, save_manifest
-from paceline.server.drafts import DraftShelf, make_drafts_router
+from paceline.server.drafts import DraftShelf, make_drafts_router, own_bundle
 from paceline.shared.cli import main
 from paceline.shared.errors import BundleError, LinkError, ModelError, ParameterError
 from paceline.shared.messages import Limits, StepTime, Welcome
@@ -69,6 +69,33 @@ async def test_bundle_is_pulled_verified_and_then_found_here(server):
     assert seen[-1].num_bytes == seen[-1].total_bytes == len(PAYLOAD)
     assert find_local_bundle(welcome()).folder == bundle.folder
     assert [manifest.name for manifest in await list_remote(server)] == ["toy"]
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone", "manifest"])
+async def test_damaged_bundle_here_is_left_out_aloud_and_pulled_anew(server, caplog, damage):
+    folder = (await pull_bundle(server, welcome())).folder
+    weights, manifest = folder / "weights.bin", folder / "manifest.json"
+    if damage == "cut":
+        weights.write_bytes(PAYLOAD[:1000])
+    elif damage == "gone":
+        weights.unlink()
+    else:
+        manifest.write_text("{", encoding="utf-8")
+    assert find_local_bundle(welcome()) is None
+    assert "leaving out the draft bundle toy: " in caplog.text
+    assert (await pull_bundle(server, welcome())).folder == folder
+    assert find_local_bundle(welcome()).folder == folder
+
+
+def test_server_that_is_told_of_no_bundle_offers_the_one_built_for_its_target(cache, caplog):
+    assert own_bundle("toy") == ()
+    make_bundle(bundle_folder("toy"))
+    for model in ("toy", "./models/toy", "someone/toy"):
+        assert [entry["name"] for entry in DraftShelf(own_bundle(model)).listing()] == ["toy"]
+    assert not caplog.text
+    (bundle_folder("toy") / "manifest.json").write_text("{", encoding="utf-8")
+    assert own_bundle("toy") == ()
+    assert "no draft is offered" in caplog.text
 
 
 async def test_interrupted_pull_goes_on_where_it_stopped(server):
