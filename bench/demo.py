@@ -26,7 +26,7 @@ from paceline.shared.sampling import SamplingParams
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
-DEFAULT_PROMPT = "Explain in simple words why the sky is blue."
+DEFAULT_PROMPT = "Write a short letter to a friend about a trip to the mountains."
 DRAFTED_STYLE = "green"
 _EXAMPLES = """
 Examples:
