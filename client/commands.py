@@ -233,6 +233,9 @@ async def _converse(settings: ClientSettings, sampling: SamplingParams, verify: 
 
 
 def _read_line() -> str:
+    reconfigure = getattr(sys.stdin, "reconfigure", None)
+    if reconfigure is not None:
+        reconfigure(errors="surrogateescape")  # bytes that are no text are refused with the message that holds them
     try:
         if sys.stdin.isatty():
             write("> ", sys.stderr)

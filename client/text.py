@@ -25,11 +25,13 @@ from tokenizers import Tokenizer
 from paceline.models.manifest import CHAT_TEMPLATE_NAME, TOKENIZER_NAME
 from paceline.models.tokenizer_hash import tokenizer_hash
 from paceline.shared.errors import ModelError, ParameterError, UsageError
+from paceline.shared.unicode import check_unicode
 
 CONFIG_NAME = "tokenizer_config.json"
 ChatMessage = Mapping[str, Any]
 """At least ``role`` and ``content`` (text, or a list of text parts)."""
 _MARK_OPEN, _MARK_CLOSE = "\ue0f0", "\ue0f1"
+_NO_MARKS = {ord(mark): None for mark in (_MARK_OPEN, _MARK_CLOSE)}
 
 
 class TextCodec:
@@ -71,8 +73,11 @@ class TextCodec:
         )
 
     def encode(self, text: str) -> NDArray[np.int32]:
-        """int32 ids of a plain prompt, control tokens in it included, with the beginning that the tokenizer wants."""
-        ids = self._tokenizer.encode(text).ids
+        """int32 ids of a plain prompt, control tokens in it included, with the beginning that the tokenizer wants.
+
+        Raises ``ParameterError`` for half characters.
+        """
+        ids = self._tokenizer.encode(check_unicode("prompt", text)).ids
         first = self._token("bos_token")
         if first is not None and ids[:2] == [first, first]:
             ids = ids[1:]  # the prompt spelled it and the tokenizer added it
@@ -87,7 +92,7 @@ class TextCodec:
             raise UsageError("expected a model with a chat template, got one without: complete a plain prompt instead")
         texts: list[str] = []
         hidden = [{**message, "content": self._hide(_content(message), texts)} for message in messages]
-        rendered = self._render(hidden, add_generation_prompt)
+        rendered = check_unicode("messages", self._render(hidden, add_generation_prompt))
         if not texts:
             return np.array(self._tokenizer.encode(rendered, add_special_tokens=False).ids, np.int32)
         return np.array(self._encode_pieces(rendered, texts), np.int32)
@@ -101,7 +106,7 @@ class TextCodec:
             texts.append(match.group())
             return f"{_MARK_OPEN}{len(texts) - 1}{_MARK_CLOSE}"
 
-        return self._special_pattern.sub(mark, content)
+        return self._special_pattern.sub(mark, content.translate(_NO_MARKS))
 
     def _encode_pieces(self, rendered: str, texts: Sequence[str]) -> list[int]:
         """Real control tokens by their ids; everything between them as plain text, marks turned back first."""

@@ -39,7 +39,8 @@ def error_body(error: PacelineError) -> dict[str, Any]:
     kind = "server_error" if error.http_status >= 500 else "invalid_request_error"
     kind = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}.get(error.http_status, kind)
     param = getattr(error, "param", None)
-    return {"error": {"message": str(error), "type": kind, "param": param, "code": error.code}}
+    message = str(error).encode("utf-8", "backslashreplace").decode()  # it may quote half a character
+    return {"error": {"message": message, "type": kind, "param": param, "code": error.code}}
 
 
 def error_headers(error: PacelineError) -> dict[str, str]:

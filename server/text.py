@@ -20,6 +20,7 @@ from tokenizers import Tokenizer
 
 from paceline.models.tokenizer_hash import tokenizer_hash
 from paceline.shared.errors import ContextError, ModelError, ParameterError
+from paceline.shared.unicode import check_unicode
 
 _MARKS = "\ue0f0\ue0f1"
 """Frame the place of a control token's name in a message; private characters, taken out of messages first."""
@@ -71,10 +72,11 @@ class TargetText:
     def encode(self, text: str, max_tokens: int) -> list[int]:
         """A raw prompt, with the one start token that the tokenizer wants, if any.
 
-        Raises ``ContextError``, without tokenising, for a text that cannot fit ``max_tokens`` ids.
+        Raises ``ContextError``, without tokenising, for a text that cannot fit ``max_tokens`` ids, ``ParameterError``
+        for half characters.
         """
         self._check_len(text, max_tokens)
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=True).ids
+        ids: list[int] = self._tokenizer.encode(check_unicode("prompt", text), add_special_tokens=True).ids
         first = self._special_ids.get(self._names.get("bos_token", ""))
         return ids[1:] if first is not None and ids[:2] == [first, first] else ids  # spelled in the text and added
 
@@ -92,6 +94,7 @@ class TargetText:
             text = self._template.render(messages=marked, add_generation_prompt=True, **self._names)
         except (TemplateError, TypeError, ValueError) as error:
             raise ParameterError("messages", f"expected messages that the chat template takes: {error}") from error
+        check_unicode("messages", text)
         if not hidden:
             plain: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
             return plain

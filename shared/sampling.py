@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from paceline.shared.errors import ParameterError
+from paceline.shared.unicode import check_unicode
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_LEN = 512
@@ -116,6 +117,7 @@ class SamplingParams:
             if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_LEN:
                 got = f"{len(text)} characters" if isinstance(text, str) else repr(text)
                 raise ParameterError("stop", f"expected stop strings of 1 to {MAX_STOP_LEN} characters, got {got}")
+            check_unicode("stop", text)
         object.__setattr__(self, "stop", stop)
         ids = tuple(self.stop_token_ids)
         if len(ids) > MAX_STOP_TOKEN_IDS:

@@ -10,6 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from paceline.client.text import TextCodec
 from paceline.shared.detokenize import TextStream
 from paceline.shared.errors import ModelError, ParameterError, UsageError
+from paceline.shared.sampling import SamplingParams
 
 CHATML = (
     "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n'}}"
@@ -111,3 +112,21 @@ def test_folder_is_loaded_with_its_template_and_rubbish_is_refused(tmp_path):
         TextCodec.load(tmp_path / "elsewhere")
     with pytest.raises(ModelError, match="tokenizer"):
         TextCodec("{}", config={}, template=None, file_hash="")
+
+
+def test_half_characters_are_refused_by_name():
+    one = codec(byte_level())
+    for refused, param in (
+        (lambda: one.encode("caf\ud800"), "prompt"),
+        (lambda: one.encode_chat([{"role": "user", "content": "caf\udcff"}]), "messages"),
+        (lambda: SamplingParams(stop="\udcff"), "stop"),
+    ):
+        with pytest.raises(ParameterError, match="whole Unicode text") as caught:
+            refused()
+        assert caught.value.param == param
+
+
+def test_marks_of_our_own_in_a_message_do_no_harm():
+    one = codec(byte_level())
+    chat = one.encode_chat([{"role": "user", "content": "\ue0f07\ue0f1 <|im_end|>"}]).tolist()
+    assert chat == one.encode_chat([{"role": "user", "content": "7 <|im_end|>"}]).tolist()

@@ -241,6 +241,29 @@ async def test_bad_parameters_are_400_with_their_name_and_never_a_stream(serve: 
         assert server.target.pool.num_used_blocks == 0
 
 
+@pytest.mark.parametrize(
+    ("path", "change", "param"),
+    [
+        ("completions", {"prompt": "caf\ud800"}, "prompt"),
+        ("completions", {"stop": "\ud800"}, "stop"),
+        ("completions", {"model": "\ud800"}, "model"),
+        ("completions", {"temperature": "\ud800"}, "temperature"),
+        ("completions", {"\ud800": 1}, "body"),
+        ("chat/completions", {"messages": [{"role": "user", "content": "caf\ud800"}]}, "messages"),
+        ("chat/completions", {"messages": [{"role": "\ud800", "content": "x"}]}, "messages"),
+    ],
+)
+async def test_half_characters_are_400_wherever_they_stand(
+    serve: Any, path: str, change: dict[str, Any], param: str
+) -> None:
+    """What cut text becomes in JSON: valid there, but no tokenizer and no answer can carry it."""
+    async with serve() as server, server.http() as client:
+        body = json.dumps({**(COMPLETION if path == "completions" else CHAT), **change})
+        response = await client.post(f"/v1/{path}", content=body)
+        assert response.status_code == (404 if param == "model" else 400), response.text
+        assert response.json()["error"]["param"] == (None if param == "model" else param)
+
+
 async def test_huge_prompts_and_bodies_are_refused_quickly(serve: Any) -> None:
     """U073: by length before tokenising, by Content-Length, and while reading a body without one."""
     async with serve(max_body="6MiB") as server, server.http() as client:

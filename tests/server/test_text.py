@@ -35,3 +35,10 @@ def test_template_refusals_name_the_parameter(byte_text: Any) -> None:
 def test_text_that_cannot_fit_is_refused_without_tokenising(byte_text: Any) -> None:
     with pytest.raises(ContextError, match="max_context=10"):
         byte_text.encode("a" * 5_000_000, 10)
+
+
+def test_half_characters_are_refused_by_name(byte_text: Any) -> None:
+    with pytest.raises(ParameterError, match="expected prompt to be whole"):
+        byte_text.encode("caf\ud800", 9999)
+    with pytest.raises(ParameterError, match="expected messages to be whole"):
+        byte_text.encode_chat([{"role": "user", "content": "\udcff"}], 9999)
