@@ -64,11 +64,11 @@ class Client:
         *,
         settings: ClientSettings | None = None,
     ) -> None:
-        """Raises ``UsageError`` for a URL that is none."""
+        """Raises ``UsageError`` for a URL that is none, or a key that no header can carry."""
         self.settings = settings or make_settings()
         key = self.settings.api_key
         self._addresses = parse_addresses(url)
-        self._api_key = api_key or (key.get_secret_value() if key is not None else None)
+        self._api_key = _checked_key(api_key or (key.get_secret_value() if key is not None else None))
         self._drafter_name = drafter or self.settings.drafter
         self._uplink: Uplink | None = None
         self._text: TextCodec | None = None
@@ -246,6 +246,13 @@ class Client:
         async for _ in stream:
             pass
         return stream.completion
+
+
+def _checked_key(key: str | None) -> str | None:
+    """The key as it is. Its characters are never repeated."""
+    if key is not None and not (key.isprintable() and key.isascii()):
+        raise ParameterError("api_key", "expected an API key of printable ASCII characters, got others")
+    return key
 
 
 def _announced(server: str) -> OnProgress:

@@ -34,7 +34,7 @@ from paceline.models.manifest import (
     verify_bundle,
 )
 from paceline.models.store import sha256_file
-from paceline.shared.errors import BundleError, LinkError
+from paceline.shared.errors import AuthError, BundleError, LinkError, PacelineError
 from paceline.shared.messages import Welcome
 
 _LOG = logging.getLogger("paceline.client")
@@ -129,9 +129,15 @@ async def _get_json(client: httpx.AsyncClient, path: str) -> Any:
         response.raise_for_status()
         return response.json() if len(response.content) <= _MAX_LISTING_BYTES else None
     except httpx.HTTPStatusError as error:
-        raise LinkError(f"{client.base_url}{path} answered HTTP {error.response.status_code}") from error
+        raise _refusal(f"{client.base_url}{path}", error.response.status_code) from error
     except (httpx.HTTPError, ValueError) as error:
         raise LinkError(f"cannot read {path} from {client.base_url}: {error}") from error
+
+
+def _refusal(url: str, status: int) -> PacelineError:
+    if status == 401:
+        return AuthError(f"{url} refused the API key (HTTP 401); set --api-key or PACELINE_API_KEY")
+    return LinkError(f"{url} answered HTTP {status}")
 
 
 async def pull_bundle(
@@ -204,7 +210,7 @@ async def _download(
                     if on_progress is not None:
                         on_progress(Progress(path.name, count, entry.bytes))
     except httpx.HTTPStatusError as error:
-        raise LinkError(f"{url} answered HTTP {error.response.status_code}") from error
+        raise _refusal(f"{client.base_url}{url}", error.response.status_code) from error
     except httpx.HTTPError as error:
         raise LinkError(f"the pull of {path.name} broke off, pull again to go on: {error}") from error
 

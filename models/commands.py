@@ -22,7 +22,7 @@ from rich.progress import (
 
 from paceline.models import ensemble_command, eval_command, maker_commands
 from paceline.models.catalogue import EMBEDDED, bundle_folder, list_bundles, list_targets, target_folder
-from paceline.models.console import progress_console
+from paceline.models.console import LateProgress, progress_console
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -114,7 +114,7 @@ def pull(
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=progress_console()) as progress:
+    with LateProgress(*columns, console=progress_console()) as progress:
         tasks = {}
 
         def on_bytes(bundle: str, file: str, done: int, of: int) -> None:

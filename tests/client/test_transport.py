@@ -12,6 +12,7 @@ from websockets.exceptions import ConnectionClosed
 
 from paceline.client.address import ServerAddress, parse_address, parse_addresses
 from paceline.client.api import Client
+from paceline.client.bundles import list_remote
 from paceline.client.history import forget
 from paceline.client.settings import make_settings
 from paceline.models.manifest import Manifest, TargetEntry, save_manifest
@@ -223,6 +224,12 @@ async def test_refused_connection_wrong_key_and_missing_route_are_told_apart():
     async with ScriptedServer(key="secret") as server:
         with pytest.raises(AuthError, match="PACELINE_API_KEY"):
             await client(server.url).__aenter__()
+        with pytest.raises(AuthError, match="PACELINE_API_KEY"):
+            await list_remote(parse_address(server.url))
+        for key in ("sec\nret", "geheim\u00e4"):
+            with pytest.raises(ParameterError, match="printable ASCII") as refused:
+                client(server.url, api_key=key)
+            assert key not in str(refused.value)
         async with client(server.url, api_key="secret") as one:
             assert one.welcome.model == "scripted"
         server.refusal = HTTPStatus.TOO_MANY_REQUESTS

@@ -178,6 +178,20 @@ def test_ensemble_of_what_is_none_is_refused(work: Path, tmp_path: Path, capsys:
         Corpus.load(tmp_path / "corpus")
 
 
+def test_mistake_stands_alone_without_bars(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    work, nowhere = str(tmp_path / "work"), str(tmp_path / "nowhere")
+    for words, code, said in (
+        (["distill", str(llama), "--work-dir", work, "--start-from", nowhere], 2, "holds no finished draft"),
+        (["boost", str(llama), "--work-dir", nowhere], 2, "holds no finished draft"),
+        (["eval", str(llama), "--prompts", nowhere], 2, "unknown draft bundle"),
+        (["pull", "not a url"], 2, "expected a server URL"),
+        (["pull", "http://127.0.0.1:9"], 1, "127.0.0.1:9"),
+    ):
+        assert main(["models", *words]) == code
+        error = capsys.readouterr().err
+        assert error.startswith("error: ") and said in error and error.count("\n") == 1
+
+
 @pytest.mark.parametrize("command", ["build", "list", "distill", "boost", "export", "pack", "pull", "eval", "ensemble"])
 def test_help_shows_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["models", command, "--help"]) == 0
