@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import TracebackType
@@ -195,13 +195,17 @@ class Client:
             self._pool.submit(self._memory.add, tokens)
 
     def encode(self, prompt: Prompt) -> NDArray[np.int32]:
-        """int32 ids of a prompt. Raises ``ParameterError`` if it is empty, ``ContextError`` if it is too long."""
+        """int32 ids of a prompt. Raises ``ParameterError`` if it is none, ``ContextError`` if it is too long."""
         if isinstance(prompt, str):
             ids = self.text.encode(prompt)
-        elif all(isinstance(item, int | np.integer) for item in prompt):
-            ids = np.array(list(prompt), np.int64).astype(np.int32)
+        elif not isinstance(prompt, Sequence | np.ndarray) or isinstance(prompt, bytes):
+            raise ParameterError("prompt", f"expected text, token ids or messages, got {type(prompt).__name__}")
+        elif messages := [item for item in prompt if isinstance(item, Mapping)]:
+            if len(messages) < len(prompt):
+                raise ParameterError("prompt", "expected a prompt of messages alone, got other things among them")
+            ids = self.text.encode_chat(messages)
         else:
-            ids = self.text.encode_chat([item for item in prompt if not isinstance(item, int)])
+            ids = _checked_ids([item for item in prompt if not isinstance(item, Mapping)], self.welcome.vocab_size)
         if not len(ids):
             raise ParameterError("prompt", "expected a prompt of at least one token, got an empty one")
         limit = self.welcome.limits.max_context
@@ -246,6 +250,14 @@ class Client:
         async for _ in stream:
             pass
         return stream.completion
+
+
+def _checked_ids(ids: Sequence[object], vocab_size: int) -> NDArray[np.int32]:
+    """int32 ids, each within the target's vocabulary."""
+    for token in ids:
+        if not isinstance(token, int | np.integer) or not 0 <= token < vocab_size:
+            raise ParameterError("prompt", f"expected token ids in 0..{vocab_size - 1} in prompt, got {token!r:.40}")
+    return np.array(ids, np.int32)
 
 
 def _checked_key(key: str | None) -> str | None:

@@ -218,6 +218,16 @@ async def test_leaving_a_stream_early_frees_the_generation():
         assert await ids_of(one) == server.target.greedy(PROMPT, 40)
 
 
+@pytest.mark.parametrize("prompt", [None, 5, b"ab", [], [1.5], [-1], [VOCAB], [2**40], [1, "a"], [{"role": "user"}, 1]])
+async def test_what_is_no_prompt_is_refused_before_anything_is_sent(prompt):
+    async with ScriptedServer() as server, client(server.url) as one:
+        with pytest.raises(ParameterError, match="expected") as refused:
+            one.stream(prompt)
+        assert refused.value.param == "prompt"
+        assert one.drafter_names == ("ngram",)
+        assert len(await ids_of(one)) > 0
+
+
 async def test_refused_connection_wrong_key_and_missing_route_are_told_apart():
     with pytest.raises(LinkError, match=r"cannot connect to http://127.0.0.1:9: connection refused"):
         await client("http://127.0.0.1:9").__aenter__()
