@@ -8,7 +8,8 @@ has gone on at one token per step.
 
 Switch. When the nodes that were scored did not pay for their rows, speculation goes *off*: nothing is sent, but the
 drafter is still asked now and then, and its answers are compared with what gets committed. That probe costs the server
-nothing and the link nothing; when it looks good again, speculation comes back.
+nothing and the link nothing; when it looks good again, speculation comes back. What they cost is measured, as the
+server's steps against its steps without nodes: t(n) is a straight line on paper only.
 
 Not here: which nodes (``policy``), and what a candidate's confidence is worth (``acceptance``).
 """
@@ -27,6 +28,8 @@ _SPARE = 8.0
 """Nodes sent for each one that the server would score: those that die before their step cost it nothing."""
 _TRIAL_COMMITS = 8
 _PROVEN_COMMITS = 48
+_FEW_STEPS = 4
+"""Steps without nodes from which on their length counts as known."""
 _MAX_BACKOFF = 4
 _LEAST_SPEED_UP = 0.98
 """A measured loss: below it speculation goes off, however often its guesses come true."""
@@ -84,6 +87,7 @@ class Controller:
         self._tokens_per_step = _Average(1.0)
         self._scored = _Average(0.0)
         self._step_s = _Average(step_time.at(1.0))
+        self._bare_step_s = _Average(step_time.at(1.0))
         self._follow = _Average(0.5)
         self._calls: dict[int, _LineFit] = {}
         self._node_budget: int | None = None
@@ -129,8 +133,10 @@ class Controller:
         self._node_budget = commit.node_budget
         self._tokens_per_step.add(float(len(commit.tokens)))
         self._scored.add(float(commit.num_scored))
-        if commit.step_s > 0.0:
+        if commit.step_s > 0.0 and self._num_commits > 1:  # the first step has the prompt in it
             self._step_s.add(commit.step_s)
+            if not commit.num_scored:
+                self._bare_step_s.add(commit.step_s)
         if top_hit is not None:
             self._follow.add(float(top_hit))
         if self._can_switch:
@@ -139,6 +145,8 @@ class Controller:
     @property
     def speed_up(self) -> float:
         """Estimated speed against the server alone: tokens per step, over what the scored nodes cost."""
+        if self._bare_step_s.count >= _FEW_STEPS:
+            return self._tokens_per_step.value * self._bare_step_s.value / self.step_s
         rows = 1.0 + self._scored.value
         return self._tokens_per_step.value * self._step_time.at(1.0) / self._step_time.at(rows)
 

@@ -263,6 +263,20 @@ def test_controller_stays_on_while_it_pays_and_can_be_held_on():
     assert held.is_on
 
 
+@pytest.mark.parametrize(("hits", "is_on"), [(0.1, False), (0.9, True)])
+def test_controller_measures_what_nodes_cost_where_the_first_ones_are_the_dearest(hits, is_on):
+    """By its line two nodes cost 4 % of a step; really they cost 30 %, as on a CPU."""
+    controller = Controller(StepTime(0.065, 0.001), Limits())
+    reasons = set()
+    for number in range(60):
+        has_nodes = number % 2 == 1 and controller.is_on
+        tokens = 1 + (has_nodes and number % 20 < 20 * hits)
+        step_s = 0.086 if has_nodes else 0.066
+        controller.observe_commit(replace(commit(tokens, 2 * has_nodes), step_s=step_s), top_hit=tokens > 1)
+        reasons.add(controller.reason.split()[0])
+    assert ("off" not in reasons) == is_on
+
+
 def test_controller_learns_what_a_call_costs():
     controller = Controller(StepTime(0.03, 0.0001), Limits())
     for rows in [1, 4, 8, 16] * 20:
