@@ -205,6 +205,9 @@ def chat(
     """A conversation. An empty line or the end of input leaves it; /new starts afresh; Ctrl-C stops an answer."""
     settings, sampling = _read(dict(locals()))
     pick_verifier(verify, sampling)
+    reconfigure = getattr(sys.stdin, "reconfigure", None)
+    if reconfigure is not None:
+        reconfigure(errors="surrogateescape")  # bytes that are no text are refused with the message that holds them
     _run(_converse(settings, sampling, verify, system), verbose)
 
 
@@ -233,9 +236,6 @@ async def _converse(settings: ClientSettings, sampling: SamplingParams, verify: 
 
 
 def _read_line() -> str:
-    reconfigure = getattr(sys.stdin, "reconfigure", None)
-    if reconfigure is not None:
-        reconfigure(errors="surrogateescape")  # bytes that are no text are refused with the message that holds them
     try:
         if sys.stdin.isatty():
             write("> ", sys.stderr)

@@ -102,13 +102,20 @@ def new_server() -> Iterator[Callable[..., Process]]:
 
 @pytest.fixture(scope="session")
 def paceline() -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Runs one ``paceline`` command in a process of its own; keywords are environment variables."""
+    """Runs one ``paceline`` command in a process of its own; keywords are environment variables.
 
-    def run(*arguments: str, timeout: float = 180, **environment: str) -> subprocess.CompletedProcess[str]:
+    typed: bytes on its standard input.
+    """
+
+    def run(
+        *arguments: str, timeout: float = 180, typed: bytes = b"", **environment: str
+    ) -> subprocess.CompletedProcess[str]:
         env = {**os.environ, **environment}
-        return subprocess.run(
-            [PACELINE, *arguments], capture_output=True, text=True, timeout=timeout, env=env, check=False
+        done = subprocess.run(
+            [PACELINE, *arguments], capture_output=True, input=typed, timeout=timeout, env=env, check=False
         )
+        texts = (stream.decode().replace("\r\n", "\n") for stream in (done.stdout, done.stderr))
+        return subprocess.CompletedProcess(done.args, done.returncode, *texts)
 
     return run
 

@@ -111,6 +111,17 @@ def test_chat_wraps_the_prompt_and_ends_at_the_end_of_text(server: Any, paceline
         assert result["token_ids"][-1] == 2
 
 
+@pytest.mark.parametrize("utf8", ["0", "1"])
+def test_conversation_survives_a_line_that_is_no_text(server: Any, paceline: Run, utf8: str) -> None:
+    typed = b"Say hello.\ncaf\xff\n/new\nSay hello.\n\n"
+    done = paceline("chat", "--server", server.url, "--max-tokens", "6", typed=typed, PYTHONUTF8=utf8, LC_ALL="C")
+    assert done.returncode == 0, done.stderr
+    answers = done.stdout.strip().split("\n")
+    assert len(answers) == 2 and answers[0] == answers[1] != ""
+    assert "error: expected messages to be whole Unicode text" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_seeded_sampling_gives_the_same_tokens_with_and_without_drafts(server: Any, paceline: Run) -> None:
     options = ("complete", PROMPTS[0], "--server", server.url, "--json", "--max-tokens", "32", "--temperature", "1")
     drafted, plain, other = (
