@@ -30,6 +30,8 @@ def adopt_draft(model: Path, target: Path) -> Distilled:
         told = model / "provenance.json"
         provenance = read_json(told) if told.is_file() else {"origin": model.name}
     else:
+        if not (model / "config.json").is_file():
+            raise ModelError(f"{model} holds neither a Hugging Face model nor a draft, expected config.json")
         _check_tokenizers(model, target)
         draft = _whole_model(model)
         provenance = {"origin": model.name, "num_layers": draft.config.num_hidden_layers}
@@ -39,8 +41,6 @@ def adopt_draft(model: Path, target: Path) -> Distilled:
 
 def _whole_model(folder: Path) -> Draft:
     """Every layer and every id that the tokenizer has."""
-    if not (folder / "config.json").is_file():
-        raise ModelError(f"{folder} holds neither a Hugging Face model nor a draft, expected config.json")
     model, _ = load_target(folder, torch.device("cpu"))
     check_family(model.config)
     rows = model.get_output_embeddings().weight.shape[0]

@@ -31,6 +31,12 @@ def evenly_outer_layers(num_target_layers: int, num_layers: int) -> tuple[int, .
     return (*range(first), *range(num_target_layers - (kept - first), num_target_layers))
 
 
+def check_layers(config: Any, layer_ids: Sequence[int]) -> None:
+    """Raises: ModelError for layer ids that a target of this configuration does not have."""
+    if not layer_ids or max(layer_ids) >= config.num_hidden_layers or min(layer_ids) < 0:
+        raise ModelError(f"expected layer ids from 0 to {config.num_hidden_layers - 1}, got {list(layer_ids)}")
+
+
 def check_family(config: Any) -> None:
     """Raises: ModelError when the ONNX graph cannot express this configuration."""
     if config.model_type not in FAMILIES:
@@ -61,8 +67,7 @@ class Draft(nn.Module):
         Raises: ModelError for layer ids that the target does not have, or a family that the graph does not know.
         """
         config = copy.deepcopy(target.config)
-        if not layer_ids or max(layer_ids) >= config.num_hidden_layers or min(layer_ids) < 0:
-            raise ModelError(f"expected layer ids from 0 to {config.num_hidden_layers - 1}, got {list(layer_ids)}")
+        check_layers(config, layer_ids)
         config.num_hidden_layers = len(layer_ids)
         if getattr(config, "layer_types", None):
             config.layer_types = [config.layer_types[index] for index in layer_ids]

@@ -57,7 +57,18 @@ Out = Annotated[
         help="the bundle's folder [default: the cache, under the target's name]", envvar="PACELINE_MODELS_OUT"
     ),
 ]
-Bits = Annotated[int, typer.Option(help="weights of the exported graph: 32, 8 or 4", envvar="PACELINE_MODELS_BITS")]
+
+
+def _known_bits(bits: int) -> int:
+    if bits not in (32, 8, 4):
+        raise UsageError(f"expected --bits 32, 8 or 4, got {bits}")
+    return bits
+
+
+Bits = Annotated[
+    int,
+    typer.Option(callback=_known_bits, help="weights of the exported graph: 32, 8 or 4", envvar="PACELINE_MODELS_BITS"),
+]
 MinAgreement = Annotated[
     float,
     typer.Option(
@@ -98,7 +109,7 @@ def distill(
     batch_rows: Annotated[int, typer.Option(min=1, help="rows a step", envvar="PACELINE_MODELS_BATCH_ROWS")] = 4,
     row_len: Annotated[int, typer.Option(min=32, help="tokens a row", envvar="PACELINE_MODELS_ROW_LEN")] = 512,
     learning_rate: Annotated[
-        float, typer.Option(help="peak of the schedule", envvar="PACELINE_MODELS_LEARNING_RATE")
+        float, typer.Option(min=0.0, max=1.0, help="peak of the schedule", envvar="PACELINE_MODELS_LEARNING_RATE")
     ] = 8e-4,
     rows: Annotated[
         int, typer.Option(min=1, help="texts that the target writes at once", envvar="PACELINE_MODELS_ROWS")
@@ -114,7 +125,7 @@ def distill(
     ] = None,
     bits: Bits = 8,
     min_agreement: MinAgreement = 0.85,
-    seed: Annotated[int, typer.Option(help="of text, order and training", envvar="PACELINE_MODELS_SEED")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="of text, order and training", envvar="PACELINE_MODELS_SEED")] = 0,
     threads: Threads = 0,
     device: Device = "auto",
 ) -> None:

@@ -20,7 +20,7 @@ from paceline.models.conversation import CorpusSettings
 from paceline.models.corpus import RoundWriter, write_corpus
 from paceline.models.distill import Distiller, DistillSettings, measure
 from paceline.models.distill import Progress as StepProgress
-from paceline.models.draft import Draft, evenly_outer_layers
+from paceline.models.draft import Draft, check_family, check_layers, evenly_outer_layers
 from paceline.models.manifest import TOKENIZER_NAME
 from paceline.models.samples import Corpus, Packer, rank_vocabulary
 from paceline.models.store import read_json, sha256_file, write_arrays, write_json
@@ -100,6 +100,7 @@ def run_pipeline(
     started = time.monotonic()
     if settings.start is not None and not (settings.start / "draft" / "provenance.json").is_file():
         raise ModelError(f"{settings.start} holds no finished draft to go on from: let `paceline models distill` end")
+    layer_ids = _choose_layers(target, settings)  # before the text, which may take hours
     plan = settings.plan(target)
     _hold_plan(work / "plan.json", plan)
     hooks.on_stage("loading the target")
@@ -116,7 +117,6 @@ def run_pipeline(
         tokenizer_size(target / TOKENIZER_NAME),
     )
     write_arrays(work / "vocabulary.npz", {"vocabulary": vocabulary})
-    layer_ids = settings.layer_ids or evenly_outer_layers(model.config.num_hidden_layers, settings.num_layers)
     draft = Draft.from_target(model, layer_ids, vocabulary)
     del model
     if settings.start is not None:
@@ -142,6 +142,17 @@ def run_pipeline(
         provenance["start"] = read_json(settings.start / "draft" / "provenance.json")
     write_json(work / "draft" / "provenance.json", provenance)
     return Distilled(draft, provenance, held_out_texts(corpus))
+
+
+def _choose_layers(target: Path, settings: PipelineSettings) -> tuple[int, ...]:
+    """The target's layers that the draft takes. Raises: ModelError for a family or layers that cannot be."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(target)
+    check_family(config)
+    chosen = settings.layer_ids or evenly_outer_layers(config.num_hidden_layers, settings.num_layers)
+    check_layers(config, chosen)
+    return chosen
 
 
 def held_out_texts(corpus: Corpus, num_rows: int = 16, row_len: int = 64) -> np.ndarray[Any, np.dtype[np.int64]] | None:

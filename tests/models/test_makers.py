@@ -178,6 +178,17 @@ def test_ensemble_of_what_is_none_is_refused(work: Path, tmp_path: Path, capsys:
         Corpus.load(tmp_path / "corpus")
 
 
+@pytest.mark.parametrize(
+    "words", [("--layers", "0,1,77"), ("--layers", "0"), ("--bits", "5"), ("--learning-rate", "-1"), ("--seed", "-1")]
+)
+def test_mistake_of_distill_is_found_before_any_text_is_written(
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, str]
+) -> None:
+    assert main(["models", "distill", str(llama), "--work-dir", str(tmp_path / "work"), *words]) == 2
+    assert "error: " in capsys.readouterr().err
+    assert not (tmp_path / "work").exists()
+
+
 def test_mistake_stands_alone_without_bars(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     work, nowhere = str(tmp_path / "work"), str(tmp_path / "nowhere")
     for words, code, said in (
