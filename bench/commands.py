@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,7 +17,7 @@ from paceline.bench.options import REAL_STEP_NOTE, Mode, check_options, mode_of,
 from paceline.bench.page import check_plot_path, write_plot
 from paceline.bench.prompts import load_prompts
 from paceline.bench.recording import RecordingSet
-from paceline.bench.report import TABLE_WIDTH, as_json, meta, table, write_text
+from paceline.bench.report import TABLE_WIDTH, as_json, check_writable, meta, table, write_text
 from paceline.shared.errors import ParameterError
 
 if TYPE_CHECKING:
@@ -53,13 +54,14 @@ def _flag(name: str, text: str) -> OptionInfo:
     return option
 
 
-def _numbers(param: str, text: str) -> tuple[float, ...]:
+def _numbers(param: str, text: str, what: str = "milliseconds") -> tuple[float, ...]:
+    """Raises ``ParameterError`` for anything but finite numbers from 0 on, with commas between."""
     try:
         values = tuple(float(part) for part in text.split(",") if part.strip())
     except ValueError:
         values = ()
-    if not values or min(values) < 0:
-        raise ParameterError(param, f"expected --{param} as milliseconds with commas between, got {text!r}")
+    if not values or not all(0 <= value < math.inf for value in values):
+        raise ParameterError(param, f"expected --{param} as {what} with commas between, got {text!r}")
     return values
 
 
@@ -144,16 +146,22 @@ def bench(
     steps = tuple(part.strip() for part in step.split(",") if part.strip())
     for one in steps:
         step_time_of(one)
+    if not steps:
+        raise ParameterError("step", f"expected --step with commas between, got {step!r}")
     if plot is not None:
         check_plot_path(plot)
+    check_writable(json_path, plot)
     console = Console(stderr=True)
     if mode is Mode.REAL and "step" in typed:
         console.print(REAL_STEP_NOTE, highlight=False)
     if capacity:
         from paceline.bench.capacity import CapacityPlan
 
+        slos = _numbers("slo", slo, "one-token steps above 0")
+        if not min(slos):
+            raise ParameterError("slo", f"expected --slo as one-token steps above 0, got {slo!r}")
         recordings = _recordings(prompts, model, max_tokens, console)
-        search = CapacityPlan(recordings, steps, _numbers("slo", slo), rtts, _draft_time(recordings, draft_ms), seed)
+        search = CapacityPlan(recordings, steps, slos, rtts, _draft_time(recordings, draft_ms), seed)
         _capacity(search, json_path, plot, console)
         return
     if promises:

@@ -11,6 +11,7 @@ Not here: the link (``link``), and measuring (``calibrate``).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from paceline.shared.errors import ParameterError
@@ -108,7 +109,7 @@ def step_time_of(text: str) -> tuple[str, StepTime]:
             base = whole - row
     except ValueError:
         base = row = -1.0
-    if base < 0 or row < 0 or base + row <= 0:
+    if base < 0 or row < 0 or not 0 < base + row < math.inf:
         known = ", ".join(PRESETS)
         raise ParameterError(
             "step", f"expected milliseconds, BASE+ROW in milliseconds, or one of {known}, got {text!r}"

@@ -218,6 +218,8 @@ def method_names(text: str | None) -> tuple[str, ...]:
     if not text:
         return tuple(METHODS)
     names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise ParameterError("methods", f"expected --methods with commas between, got {text!r}")
     for name in names:
         if find_method(name) is None:
             known = ", ".join((*METHODS, "static-N", "dynamic-N"))

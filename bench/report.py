@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,20 @@ def meta(mode: str, **more: Any) -> dict[str, Any]:
 def as_json(rows: Sequence[Row], about: Mapping[str, Any]) -> str:
     """``{"meta": ..., "rows": [...]}``."""
     return json.dumps({"meta": dict(about), "rows": [row.plain() for row in rows]}, indent=1)
+
+
+def check_writable(*paths: Path | None) -> None:
+    """Whether files can be written here: asked before anything is measured. Raises ``UsageError``."""
+    for path in paths:
+        if path is None:
+            continue
+        try:
+            if path.is_dir():
+                raise IsADirectoryError(f"{path} is a folder")
+            with tempfile.TemporaryFile(dir=path.parent):
+                pass
+        except OSError as error:
+            raise UsageError(f"expected a writable file at {path}, got {error.strerror or error}") from error
 
 
 def write_text(path: Path, text: str) -> None:

@@ -72,7 +72,13 @@ def evaluate(
     """Measure a pair: tokens per step, coverage, draft time, by category, greedy and at temperature 1."""
     from paceline.bench.evaluate import EvalSettings, evaluate_pair
     from paceline.bench.evaluate_report import as_lines
+    from paceline.bench.report import check_writable
 
+    if plot is not None:
+        from paceline.bench.walk_plot import check_picture_path
+
+        check_picture_path(plot)
+    check_writable(json_path, plot)
     settings = EvalSettings(
         max_tokens=max_tokens,
         num_nodes=nodes,

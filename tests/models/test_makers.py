@@ -195,6 +195,8 @@ def test_mistake_stands_alone_without_bars(llama: Path, tmp_path: Path, capsys: 
         (["distill", str(llama), "--work-dir", work, "--start-from", nowhere], 2, "holds no finished draft"),
         (["boost", str(llama), "--work-dir", nowhere], 2, "holds no finished draft"),
         (["eval", str(llama), "--prompts", nowhere], 2, "unknown draft bundle"),
+        (["eval", str(llama), "--plot", "picture.nosuch"], 2, ".png"),
+        (["eval", str(llama), "--json", str(tmp_path)], 2, "expected a writable file"),
         (["pull", "not a url"], 2, "expected a server URL"),
         (["pull", "http://127.0.0.1:9"], 1, "127.0.0.1:9"),
     ):
