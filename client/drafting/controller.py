@@ -96,7 +96,7 @@ class Controller:
         self._duty = 1
         self._num_failures = 0
         self.is_on = True
-        self.reason = "no commit yet"
+        self.reason = "never off so far"
 
     def observe_rtt(self, rtt_s: float) -> None:
         """The latest estimate of the link's round trip time."""
