@@ -28,7 +28,7 @@ class TreeBudget:
 
     num_nodes: int = 32
     num_levels: int = 4
-    width: int = 6
+    width: int = 5
 
 
 class BudgetPolicy:

@@ -54,7 +54,7 @@ class EvalSettings:
     max_tokens: int = 64
     num_nodes: int = 32
     num_levels: int = 4
-    width: int = 6
+    width: int = 5
     every: int = 1
     max_prompt_len: int = 4096
     seed: int = 0

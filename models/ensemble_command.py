@@ -36,7 +36,7 @@ def ensemble(
     ] = "1,2,4,8,16,32",
     texts: Annotated[int, typer.Option(min=1, help="texts at most", envvar="PACELINE_MODELS_TEXTS")] = 24,
     levels: Annotated[int, typer.Option(min=1, help="calls a tree and draft", envvar="PACELINE_MODELS_LEVELS")] = 4,
-    width: Annotated[int, typer.Option(min=1, help="nodes expanded a call", envvar="PACELINE_MODELS_WIDTH")] = 6,
+    width: Annotated[int, typer.Option(min=1, help="nodes expanded a call", envvar="PACELINE_MODELS_WIDTH")] = 5,
 ) -> None:
     """Measure drafts that share one budget of nodes: coverage, tokens per step, draft time."""
     from paceline.models.ensemble import greedy_texts, measure_together

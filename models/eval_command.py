@@ -49,7 +49,7 @@ def evaluate(
         int, typer.Option(min=1, help="leave longer prompts out, in tokens", envvar="PACELINE_MODELS_MAX_PROMPT")
     ] = 4096,
     levels: Annotated[int, typer.Option(min=1, help="draft model calls a tree", envvar="PACELINE_MODELS_LEVELS")] = 4,
-    width: Annotated[int, typer.Option(min=1, help="nodes expanded a call", envvar="PACELINE_MODELS_WIDTH")] = 6,
+    width: Annotated[int, typer.Option(min=1, help="nodes expanded a call", envvar="PACELINE_MODELS_WIDTH")] = 5,
     alone: Annotated[
         bool,
         typer.Option(
