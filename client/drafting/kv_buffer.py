@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-_BUCKETS = (*range(128, 1024, 64), *range(1024, 2048, 128), 2048, 3072, 4096, 6144, 8192)
+_BUCKETS: tuple[int, ...] = (*range(128, 1024, 64), *range(1024, 2048, 128), 2048, 3072, 4096, 6144, 8192)
 
 
 def bucket_for(num_slots: int) -> int:
