@@ -108,7 +108,7 @@ class DroppingRanking:
 
     def __init__(self, honest):
         self._honest = honest
-        self.extra_ids = honest.extra_ids
+        self.extra_ids, self.width = honest.extra_ids, honest.width
 
     def rank(self, candidates, situation):
         ranked = self._honest.rank(candidates, situation)
