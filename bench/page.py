@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import io
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,10 +39,11 @@ _COLUMNS: tuple[tuple[str, str], ...] = (
 )
 
 
-def check_plot_path(path: Path) -> None:
-    """Raises ``UsageError`` unless the name ends with .png or .html; called before anything is measured."""
-    if path.suffix.lower() not in {".png", ".html"}:
-        raise UsageError(f"expected --plot to name a .png or .html file, got {path.name!r}")
+def check_plot_path(path: Path, suffixes: Sequence[str] = (".png", ".html")) -> None:
+    """Raises ``UsageError`` unless the name ends with one of them; called before anything is measured."""
+    if path.suffix.lower() not in suffixes:
+        known = f"{', '.join(suffixes[:-1])} or {suffixes[-1]}"
+        raise UsageError(f"expected --plot to name a {known} file, got {path.name!r}")
 
 
 def write_plot(path: Path, results: Results, about: Mapping[str, Any]) -> list[Path]:

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.shared.errors import UsageError
-
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+SUFFIXES = (".png", ".svg", ".pdf")
+"""Of the pictures that ``save`` writes."""
 
 _COLOURS = ("#00798c", "#d1495b", "#c9a227", "#8d5a97", "#2e4057")
 _MARKERS = {"chain": "s", "static": "^", "dynamic": "o"}
@@ -38,12 +39,6 @@ def draw(rows: Sequence[Mapping[str, Any]], modes: Sequence[str]) -> Figure:
         axes.title.set_fontsize(8)
         axes.legend(fontsize=8)
     return figure
-
-
-def check_picture_path(path: Path) -> None:
-    """Raises ``UsageError`` unless the suffix names a kind of picture; called before anything is measured."""
-    if path.suffix.lower() not in {".png", ".svg", ".pdf"}:
-        raise UsageError(f"expected --plot to name a .png, .svg or .pdf file, got {path.name!r}")
 
 
 def save(rows: Sequence[Mapping[str, Any]], modes: Sequence[str], path: Path) -> None:

@@ -29,6 +29,7 @@ from paceline.models.manifest import (
     TOKENIZER_NAME,
     FileEntry,
     Manifest,
+    check_files,
     load_manifest,
     save_manifest,
     verify_bundle,
@@ -75,20 +76,12 @@ def find_local_bundle(welcome: Welcome) -> Bundle | None:
             manifest = load_manifest(bundle_folder(name))
             if not fits(manifest, welcome):
                 continue
-            _check_sizes(bundle_folder(name), manifest)
+            check_files(bundle_folder(name), manifest, reads=False)  # a pull and `models build` read them
         except BundleError as error:
             _LOG.warning("leaving out the draft bundle %s: %s", name, error)
             continue
         return Bundle(bundle_folder(name), manifest)
     return None
-
-
-def _check_sizes(folder: Path, manifest: Manifest) -> None:
-    """Whether all files are there and whole, as far as can be told without reading them. Raises ``BundleError``."""
-    for name, entry in manifest.files.items():
-        path = folder / name
-        if not path.is_file() or path.stat().st_size != entry.bytes:
-            raise BundleError(f"expected {entry.bytes} bytes in {path}, got another file or none")
 
 
 def find_tokenizer(welcome: Welcome) -> Path | None:

@@ -108,7 +108,8 @@ class Growth:
         path_keys = np.array(self._keys[start:end], np.int64)
         if choice.anchor and not count:
             path_keys[:] = ANCHOR_KEY
-        depths = np.concatenate([np.zeros(int(choice.anchor), np.int32), tree.depths[rows]])
+        depths = tree.depths[rows]
+        all_depths = np.concatenate([np.zeros(int(choice.anchor), np.int32), depths])
         request = DraftRequest(
             drafter=drafter,
             start=start,
@@ -118,10 +119,10 @@ class Growth:
             keys=tree.keys[rows],
             tokens=tree.tokens[rows],
             parent_keys=parent_keys,
-            depths=tree.depths[rows],
+            depths=depths,
             wants_anchor=choice.anchor,
-            width=self._ranking.width(int(self._policy.max_children(depths).max(initial=1))),
-            extra_ids=self._extra_ids(drafter, depths),
+            width=self._ranking.width(int(self._policy.max_children(all_depths).max(initial=1))),
+            extra_ids=self._extra_ids(drafter, all_depths),
         )
         tree.mark_expanded(rows, drafter, anchor=choice.anchor)
         self._synced[drafter] = end

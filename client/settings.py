@@ -14,6 +14,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from paceline.client.link import LinkSettings
 from paceline.client.transport import RetrySettings
 from paceline.shared.errors import ParameterError
+from paceline.shared.options import EITHER_PADDING_OR_COMPRESSION, describe_mistake
 from paceline.shared.padding import MAX_UNIT
 
 
@@ -74,13 +75,7 @@ def make_settings(**given: object) -> ClientSettings:
     try:
         settings = ClientSettings(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
     except ValidationError as error:
-        first = error.errors()[0]
-        name = str(first["loc"][0])
-        typed = f"--{name.replace('_', '-')}" if name in given else f"PACELINE_{name.upper()}"
-        reason = str(first["msg"]).removeprefix("Input ").lower()
-        message = f"expected a valid {typed}, got {first.get('input')!r}: {reason}"
-        raise ParameterError(name, message) from None
+        raise ParameterError(*describe_mistake(error.errors()[0], given)) from None
     if settings.padding and settings.compression:
-        both = "expected --padding or --compression, got both: compression would take the zeros out again"
-        raise ParameterError("padding", both)
+        raise ParameterError("padding", EITHER_PADDING_OR_COMPRESSION)
     return settings

@@ -75,9 +75,10 @@ def evaluate(
     from paceline.bench.report import check_writable
 
     if plot is not None:
-        from paceline.bench.walk_plot import check_picture_path
+        from paceline.bench.page import check_plot_path
+        from paceline.bench.walk_plot import SUFFIXES
 
-        check_picture_path(plot)
+        check_plot_path(plot, SUFFIXES)
     check_writable(json_path, plot)
     settings = EvalSettings(
         max_tokens=max_tokens,

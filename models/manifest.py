@@ -129,15 +129,21 @@ def load_manifest(folder: str | Path) -> Manifest:
 def verify_bundle(folder: str | Path) -> Manifest:
     """Reads the manifest and checks every file's size and sha-256, and the tokenizer's hash. Raises: BundleError."""
     root, manifest = Path(folder), load_manifest(folder)
-    for name, entry in manifest.files.items():
-        path = root / name
-        if not path.is_file() or path.stat().st_size != entry.bytes or sha256_file(path) != entry.sha256:
-            raise BundleError(
-                f"{path} is missing or differs from what {MANIFEST_NAME} says: build or pull the draft again"
-            )
+    check_files(root, manifest, reads=True)
     if TOKENIZER_NAME in manifest.files and tokenizer_hash(root / TOKENIZER_NAME) != manifest.tokenizer_hash:
         raise BundleError(f"{root / TOKENIZER_NAME} is not the tokenizer that {MANIFEST_NAME} names")
     return manifest
+
+
+def check_files(folder: Path, manifest: Manifest, *, reads: bool) -> None:
+    """Whether all files are there and whole. reads: by sha-256 too, not only by size. Raises: BundleError."""
+    for name, entry in manifest.files.items():
+        path = folder / name
+        is_there = path.is_file() and path.stat().st_size == entry.bytes
+        if not is_there or (reads and sha256_file(path) != entry.sha256):
+            raise BundleError(
+                f"{path} is missing or differs from what {MANIFEST_NAME} says: build or pull the draft again"
+            )
 
 
 def describe_files(folder: Path, names: list[str]) -> dict[str, FileEntry]:

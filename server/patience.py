@@ -2,7 +2,7 @@
 
 Held back, it starts its step w seconds later but with a tree; run at once, it gains one token in a step of T seconds
 while the draft arrives, and keeps of that draft only what hangs below the token it chose. Which of the two yields more
-tokens per second follows from what the steps of this generation were seen to bring. With y tokens a step and a chance q
+tokens per second follows from what the connection's steps were seen to bring. With y tokens a step and a chance q
 that the next step finds nodes at once, for steps that were bare, held back, or ready (nodes were there already):
 
     run on    (1 + q_bare R) / (T + q_bare D)          R = y_ready / (1 - q_ready): tokens of a run of ready steps
@@ -71,7 +71,7 @@ class _Steps:
 
 @dataclass(slots=True)
 class Habits:
-    """What is known about the drafts of a generation."""
+    """What is known about the drafts of a connection. It outlives a generation, so the next one starts informed."""
 
     steps: dict[_Kind, _Steps] = field(default_factory=lambda: {kind: _Steps() for kind in _Kind})
     first_hit: _Mean = field(default_factory=_Mean)

@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, Field, PositiveInt, ValidationError
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from paceline.shared.errors import UsageError
+from paceline.shared.options import EITHER_PADDING_OR_COMPRESSION, describe_mistake
 from paceline.shared.padding import MAX_UNIT
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
@@ -94,11 +95,7 @@ def make_settings(**values: Any) -> ServerSettings:
     try:
         settings = ServerSettings(**{name: value for name, value in values.items() if value is not None})
     except ValidationError as error:
-        first = error.errors()[0]
-        field = str(first["loc"][0])
-        name = f"--{field.replace('_', '-')}" if field in values else f"PACELINE_{field.upper()}"
-        reason = str(first["msg"]).removeprefix("Input ").lower()
-        raise UsageError(f"expected a valid {name}, got {first.get('input')!r}: {reason}") from None
+        raise UsageError(describe_mistake(error.errors()[0], values)[1]) from None
     if settings.padding and settings.compression:
-        raise UsageError("expected --padding or --compression, got both: compression would take the zeros out again")
+        raise UsageError(EITHER_PADDING_OR_COMPRESSION)
     return settings

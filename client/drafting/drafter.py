@@ -131,3 +131,10 @@ class Drafter(Protocol):
     def close(self) -> None:
         """Free everything. Sequences are closed before."""
         ...
+
+
+def find_keys(keys: NDArray[np.int64], among: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Where each key stands in an ascending array (int64[k]), and whether it is there at all (bool[k])."""
+    places = np.minimum(np.searchsorted(among, keys), max(0, len(among) - 1))
+    found: NDArray[np.bool_] = among[places] == keys if len(among) else np.zeros(len(keys), np.bool_)
+    return places, found

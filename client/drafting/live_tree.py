@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.client.drafting.drafter import ANCHOR_KEY
+from paceline.client.drafting.drafter import ANCHOR_KEY, find_keys
 
 ANCHOR_ROW = -1
 UNSENT = -2
@@ -86,10 +86,8 @@ class LiveTree:
 
     def rows_of(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
         """int64[k]: the row of each key, ``ANCHOR_ROW`` for the anchor's, ``UNSENT`` for a key that is gone."""
-        places = np.searchsorted(self.keys, keys)
-        inside = np.minimum(places, max(len(self.keys) - 1, 0))
-        found = np.zeros(len(keys), np.bool_) if not len(self.keys) else self.keys[inside] == keys
-        rows = np.where(found, inside, UNSENT)
+        places, found = find_keys(keys, self.keys)
+        rows = np.where(found, places, UNSENT)
         return np.where(keys == ANCHOR_KEY, ANCHOR_ROW, rows)
 
     def append(

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.client.drafting.drafter import ANCHOR_KEY, Candidates, DraftRequest, DraftSequence
+from paceline.client.drafting.drafter import ANCHOR_KEY, Candidates, DraftRequest, DraftSequence, find_keys
 from paceline.client.drafting.kv_buffer import KVBuffer
 from paceline.shared.errors import BundleError
 
@@ -51,7 +51,10 @@ def thread_count(wanted: int | None) -> int:
 
 
 class OnnxDrafter:
-    """One ONNX draft model; any number of sequences share its weights and reuse each other's buffers."""
+    """One ONNX draft model; any number of sequences share its weights and reuse each other's buffers.
+
+    takes_width: whether the graph finds fewer candidates for less (older ones always find all).
+    """
 
     def __init__(
         self, model: Path | bytes, *, name: str = "ssm", max_context: int = 8192, threads: int | None = None
@@ -75,7 +78,7 @@ class OnnxDrafter:
         self._session: Any = session
         self._num_layers = sum(name.startswith("past_key_") for name in inputs)
         self._outputs = (*_OUTPUTS, "extra_logprobs") if "extra_ids" in inputs else _OUTPUTS
-        self._takes_width = any(entry.name == "width" for entry in session.get_overridable_initializers())
+        self.takes_width = any(entry.name == "width" for entry in session.get_overridable_initializers())
         self._num_kv_heads, _, self._head_dim = inputs["past_key_0"]
         self._spare: list[KVBuffer] = []
         self.name = name
@@ -91,11 +94,6 @@ class OnnxDrafter:
     def takes_extra(self) -> bool:
         """Whether the graph scores tokens by request (older ones do not)."""
         return len(self._outputs) > len(_OUTPUTS)
-
-    @property
-    def takes_width(self) -> bool:
-        """Whether the graph finds fewer candidates for less (older ones always find all)."""
-        return self._takes_width
 
     def take_back(self, buffer: KVBuffer) -> None:
         """Keep a buffer for the next sequence."""
@@ -165,13 +163,13 @@ class OnnxSequence:
 
     def _commit(self, request: DraftRequest) -> int:
         """Move the KV of committed nodes and survivors into place; returns how many new tokens have KV already."""
-        inside, is_held = _find(request.path_keys, self._keys)
+        inside, is_held = find_keys(request.path_keys, self._keys)
         known = is_held & (request.path_keys != ANCHOR_KEY)
         num_known = len(known) if known.all() else int(np.argmin(known))
         if request.wants_anchor and num_known == len(known):
             num_known = max(0, num_known - 1)  # the anchor's candidates were asked for, so it must run
         path = inside[:num_known]
-        alive = np.flatnonzero(_find(self._keys, request.alive_keys)[1])
+        alive = np.flatnonzero(find_keys(self._keys, request.alive_keys)[1])
         self._held = request.committed_len
         base = np.arange(request.start, request.start + num_known)
         if len(request.token_ids) or len(alive) < len(self._keys):
@@ -219,10 +217,3 @@ class OnnxSequence:
 
     def close(self) -> None:
         self._drafter.take_back(self._buffer)
-
-
-def _find(keys: NDArray[np.int64], among: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Where each key stands in an ascending array, and whether it is there at all."""
-    places = np.minimum(np.searchsorted(among, keys), max(0, len(among) - 1))
-    found: NDArray[np.bool_] = among[places] == keys if len(among) else np.zeros(len(keys), np.bool_)
-    return places, found

@@ -542,36 +542,29 @@ def test_trees_are_large_for_few_generations_and_small_for_many(lab):
     assert many < few / 3
 
 
+def steps_with_an_oracle(lab, world, num_tokens, depth, delay, **options):
+    """Commits that a generation of its own takes, with a chain of the right tokens drafted again and again."""
+    expected = world.target.greedy(PROMPT, num_tokens)
+    drafter, link = lab.oracle(expected, widths=(1,) * depth), {"delay": delay, "every": 0.005}
+    world.clients.clear()
+    client = world.client(PROMPT, drafter, max_tokens=num_tokens, link=link, **options)
+    world.run()
+    assert client.received == expected
+    return len(client.commits)
+
+
 def test_strict_patience_waits_and_zero_does_not(lab):
     def steps(patience_s):
-        target = lab.target()
-        expected = target.greedy(PROMPT, 40)
-        world = lab.World(target)
-        drafter = lab.oracle(expected, widths=(1,) * 4)
-        client = world.client(
-            PROMPT, drafter, max_tokens=40, patience_s=patience_s, link={"delay": 0.02, "every": 0.005}
-        )
-        world.run()
-        assert client.received == expected
-        return len(client.commits)
+        return steps_with_an_oracle(lab, lab.World(lab.target()), 40, 4, 0.02, patience_s=patience_s)
 
     assert steps(0.2) < steps(0.0)
 
 
 def test_what_was_learnt_about_a_connection_helps_its_next_generation(lab):
-    target = lab.target()
-    expected = target.greedy(PROMPT, 24)
-    world = lab.World(target)
+    world = lab.World(lab.target())
 
     def steps(connection):
-        world.clients.clear()
-        drafter = lab.oracle(expected, widths=(1,) * 3)
-        client = world.client(
-            PROMPT, drafter, max_tokens=24, connection=connection, link={"delay": 0.002, "every": 0.005}
-        )
-        world.run()
-        assert client.received == expected
-        return len(client.commits)
+        return steps_with_an_oracle(lab, world, 24, 3, 0.002, connection=connection)
 
     first, second, stranger = steps(100), steps(100), steps(101)
     assert second < first
